@@ -177,7 +177,7 @@ class StepAssembly:
         """Note that a step is leased. If its update is current, it trains the next version."""
         versions = self._state.versions
         if versions.current > versions.lineage.version(step):
-            versions.lineage.resume(versions.current, step)
+            versions.lineage.add(versions.current + 1, versions.current, step + 1, resumed=step)
 
     def place(self, version: int) -> None:
         """Note that a version becomes current. It is trained by the step after the one in training,
@@ -186,7 +186,8 @@ class StepAssembly:
             return
         versions, step = self._state.versions, self.in_training()
         most = step if versions.current == NONE else min(versions.lineage.step(version), step + 1)
-        versions.lineage.place(version, most)
+        if versions.lineage.step(version) != most:
+            versions.lineage.add(version, version - 1, most)
 
     def acknowledge(self, grant: Grant) -> None:
         """Note that a step is acknowledged. If its update was never published (the step was leased

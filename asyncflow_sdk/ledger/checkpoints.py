@@ -5,9 +5,7 @@ filtered, when a checkpoint covers their step. Until then the step can be leased
 order. So a row ends once, and never returns after its end.
 
     steps:      0 ... 39 | 40 ... 46 | 47          a checkpoint of step 40, 46 acknowledged, 47 being filled
-    Resume(40):            40 ... 46   are leased again; 47 continues to fill
-
-Steps trained again train versions with new numbers. The first one has the checkpoint's weights.
+    Resume(40):            40 ... 46   are leased again; 47 continues to fill. They train versions with new numbers.
 """
 
 from __future__ import annotations
@@ -132,7 +130,7 @@ class StepCheckpoints:
             return current, False  # no version was published since
         number = publication.next_number(current + 1)
         publication.discard(f"was withdrawn: {who} resumes with step {step}")
-        versions.lineage.roll_back(number, parent, step, lost=True)
+        versions.lineage.add(number, parent, step, lost=True)
         self._state.context.wake("swap")  # the version to load may be lost
         lost = f"versions {parent + 1} to {number - 1} are lost" if number - parent > 1 else "no version is lost"
         text = f"{who} resumes with step {step} as version {number}, after version {parent}; {lost}"

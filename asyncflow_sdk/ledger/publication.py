@@ -271,7 +271,7 @@ class VersionPublication:
         given_up, number = versions.current, self.next_number(versions.current + 1)
         self.discard(f"was withdrawn: {session.name} rolled back to {command.version}")
         step = steps.next_to_train() if steps.declared else versions.lineage.step(given_up)
-        versions.lineage.roll_back(number, command.version, step)
+        versions.lineage.add(number, command.version, step)
         reason = f"version {given_up} was rolled back to {command.version}{_because(command.reason)}"
         self.make_current(replace(target, version=number, since=self._context.now), session.name, reason)
         saved = [step for step, each in steps.saved.items() if each in (target.version, target.source)]

@@ -1,12 +1,10 @@
-"""Samplers choose the ready rows for a lease. Without one, a task leases the first ready rows (fifo).
-
-Samplers are user code. Their choices are recorded, so a replay does not call them.
-"""
+"""Samplers choose the ready rows for a lease. They are user code: their choices are recorded, so a replay does not
+call them. Without one, a task leases the first ready rows (fifo)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -22,6 +20,8 @@ from .state.rows import MAX_NUMBER
 from .state.tasks import NO_ROWS, ReadyQueue, Task
 
 Made = TypeVar("Made")
+Factories: TypeAlias = Mapping[str, Callable[..., Any]] | None
+"""Factories by name, tried before plugins."""
 
 
 class Fifo(Sampler):
@@ -117,9 +117,8 @@ class TaskSamplers:
         def describe(named: SamplerSpec = spec.sampler) -> bytes:
             made = self.make_sampler(named)
             chooses = type(made).choose is not Sampler.choose
-            return msgspec.msgpack.encode(
-                SamplerTraits(made.measure, made.window, made.whole_groups, made.balanced, chooses)
-            )
+            traits = SamplerTraits(made.measure, made.window, made.whole_groups, made.balanced, chooses)
+            return msgspec.msgpack.encode(traits)
 
         return msgspec.msgpack.decode(self._state.context.log.record_or_raise(describe), type=SamplerTraits)
 
@@ -129,10 +128,8 @@ class TaskSamplers:
         if sampling.window < 1:
             raise ConfigError(f"{what} has a window of {sampling.window} rows; it needs at least 1")
         if spec.batch_rows is not None and sampling.chooses:
-            raise ConfigError(
-                f"{what} chooses rows, but the staleness rule selects the rows of a step; a sampler that only"
-                " balances shards (token_balanced) can be used there"
-            )
+            use = "a sampler that only balances shards (token_balanced) can be used there"
+            raise ConfigError(f"{what} chooses rows, but the staleness rule selects the rows of a step; {use}")
         if sampling.measure and sampling.measure not in spec.needs:
             raise ConfigError(f"{what} measures column {sampling.measure!r}, not among the needs of the task")
         known = self._state.columns.specs.get(sampling.measure)
@@ -180,8 +177,8 @@ class TaskSamplers:
     def _choose(self, task: Task, window: Ids, count: int, room: int) -> bytes:
         """Call the sampler. Return the chosen ids. Raises PluginError."""
         assert task.spec.sampler is not None
-        rows = self._state.rows
-        name, groups, whole = task.spec.name, rows.first[rows.at(window)], task.whole_groups
+        rows, name, whole = self._state.rows, task.spec.name, task.whole_groups
+        groups = rows.first[rows.at(window)]
         starts = np.flatnonzero(np.diff(groups, prepend=-1)) if whole else np.arange(len(window))
         sizes = np.diff(starts, append=len(window))
         if whole:
@@ -221,17 +218,13 @@ def _wrong(positions: np.ndarray[tuple[int, ...], np.dtype[np.generic]], there: 
     return ""
 
 
-def make_sampler(spec: SamplerSpec, own: Mapping[str, Callable[..., Sampler]] | None = None) -> Sampler:
+def make_sampler(spec: SamplerSpec, own: Factories = None) -> Sampler:
     """Create a sampler: from ``own``, else from the plugins. Raises PluginError, ConfigError."""
     return make("sampler", "sampler", spec, own, Sampler)
 
 
 def make(
-    kind: Literal["sampler", "staleness"],
-    noun: str,
-    spec: SamplerSpec | PolicySpec,
-    own: Mapping[str, Callable[..., Any]] | None,
-    of: type[Made],
+    kind: Literal["sampler", "staleness"], noun: str, spec: SamplerSpec | PolicySpec, own: Factories, of: type[Made]
 ) -> Made:
     """Create a ``kind`` of plugin with its options. Raises PluginError, ConfigError."""
     what, factory = f"{noun} {spec.name!r}", (own or {}).get(spec.name) or registry().get(kind, spec.name).load()

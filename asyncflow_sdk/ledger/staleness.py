@@ -1,12 +1,10 @@
-"""Staleness control: ask the policy how many rows to admit and select, and which are too late.
-
-Policies are user code. Their answers are recorded, so a replay does not call them.
-"""
+"""Staleness control: ask the policy how many rows to admit and select, and which are too late. Policies are user code:
+their answers are recorded, so a replay does not call them."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +14,7 @@ from ..errors import PluginError
 from ..interfaces import StalenessPolicy, StepWindow
 from ..types import events as ev
 from ..types.tasks import PolicySpec
-from .samplers import make
+from .samplers import Factories, make
 from .state import LedgerState
 from .state.rows import MAX_NUMBER
 
@@ -185,7 +183,7 @@ class StalenessControl:
         return msgspec.msgpack.decode(self._state.context.log.record_or_raise(ask), type=list[int])
 
 
-def make_policy(spec: PolicySpec, own: Mapping[str, Callable[..., StalenessPolicy]] | None = None) -> StalenessPolicy:
+def make_policy(spec: PolicySpec, own: Factories = None) -> StalenessPolicy:
     """Create a policy: from ``own``, else from the plugins. Raises PluginError, ConfigError."""
     return make("staleness", "staleness policy", spec, own, StalenessPolicy)  # type: ignore[type-abstract]
 

@@ -262,9 +262,8 @@ class StatusReporter:
         admitting = [name for name in names if self._tasks[name].spec.admits]
         if admitting and not self._steps.declared:
             columns.append(
-                f"task {admitting[0]!r} starts no row before a task with batch_rows is declared, and none is:"
-                " declare the task"
-                ' that trains with its rows of a step, as in run.consumer("train", batch_size=256)'
+                f"task {admitting[0]!r} starts no row before a task with batch_rows is declared, and none is: declare"
+                ' the task that trains with its rows of a step, as in run.consumer("train", batch_size=256)'
             )
             names = [name for name in names if name not in admitting]
         return _joined(*columns, self._holding(names))

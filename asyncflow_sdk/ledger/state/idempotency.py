@@ -1,7 +1,5 @@
-"""Idempotency keys of puts: a repeated put adds only groups lost since.
-
-A key is kept while rows of its put live, and among the last ``MAX_KEYS`` keyed puts.
-"""
+"""Idempotency keys of puts: a repeated put adds only groups lost since. A key is kept while rows of its put live, and
+among the last ``MAX_KEYS`` keyed puts."""
 
 from __future__ import annotations
 

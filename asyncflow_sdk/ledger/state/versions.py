@@ -99,18 +99,9 @@ class Lineage:
             return self.step(version) >= self.step(other)
         return version >= other
 
-    def roll_back(self, first: int, parent: int, step: int, *, lost: bool = False) -> None:
-        """Make version ``first`` from the bytes of ``parent``, trained at ``step``."""
-        self.changes.append(VersionOffset(first, parent, first - step, lost=lost))
-
-    def resume(self, current: int, step: int) -> None:
-        """Let ``step`` train ``current`` although its own version was published. None is lost."""
-        self.changes.append(VersionOffset(current + 1, current, current - step, step))
-
-    def place(self, version: int, step: int) -> None:
-        """Append ``version``, trained at ``step``, whatever its number."""
-        if self.step(version) != step:
-            self.changes.append(VersionOffset(version, version - 1, version - step))
+    def add(self, first: int, parent: int, step: int, *, resumed: int = NONE, lost: bool = False) -> None:
+        """Let ``step`` train version ``first``, which follows ``parent`` or has its bytes."""
+        self.changes.append(VersionOffset(first, parent, first - step, resumed, lost))
 
 
 @dataclass
