@@ -17,12 +17,10 @@ Floats = npt.NDArray[np.float64]
 def group_advantages(
     rewards: npt.ArrayLike, groups: npt.NDArray[np.int64], *, epsilon: float | None = 1e-4
 ) -> npt.NDArray[np.float32]:
-    """Return the advantage of each row, float32 (rows,), from rewards (rows,) and group numbers (rows,) in any order.
-
-    A_i = (R_i - mean(R)) / (std(R) + epsilon) over the row's group (arXiv 2402.03300, section
-    4.1.2), in float64. ``epsilon`` None: no division. std is the unbiased estimate (n - 1), as
-    ``torch.std``. A group of one row, or of equal rewards, has advantage exactly 0.
-    """
+    """Return the advantage of each row, float32 (rows,), from rewards (rows,) and group numbers (rows,) in any order:
+    A_i = (R_i - mean(R)) / (std(R) + epsilon) over the row's group (arXiv 2402.03300, section 4.1.2), in float64.
+    ``epsilon`` None: no division. std is the unbiased estimate (n - 1), as ``torch.std``. A group of one row, or of
+    equal rewards, has advantage exactly 0."""
     reward = np.asarray(rewards, np.float64)
     _, group, count = np.unique(groups, return_inverse=True, return_counts=True)
     order = np.argsort(group, kind="stable")
@@ -37,11 +35,9 @@ def group_advantages(
 
 
 def gae(rewards: Floats, values: Floats, lengths: npt.NDArray[np.int64], *, discount: float, decay: float) -> Floats:
-    """Return generalised advantage estimates of tokens packed row after row: (tokens,).
-
-    A_t = δ_t + γλ A_{t+1}, with δ_t = r_t + γ V_{t+1} - V_t (arXiv 1506.02438, eq. 16); A and V are 0 after a row's
-    last token. γ: ``discount``, λ: ``decay``. One vectorised pass over positions, from the last token backwards.
-    """
+    """Return generalised advantage estimates of tokens packed row after row: (tokens,). A_t = δ_t + γλ A_{t+1}, with
+    δ_t = r_t + γ V_{t+1} - V_t (arXiv 1506.02438, eq. 16); A and V are 0 after a row's last token. γ: ``discount``,
+    λ: ``decay``."""
     ends = np.cumsum(lengths)
     ahead = np.append(values[1:], 0.0)
     ahead[ends[lengths > 0] - 1] = 0.0

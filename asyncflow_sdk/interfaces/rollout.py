@@ -169,15 +169,15 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished response, or the tokens of an interrupted one.
+    """One finished response, or the tokens of an interrupted one. ``index``: 0 to n - 1. ``token_ids``: int32
+    (length,), with the end token if one was generated. ``finish_reason``: stop (also of a stop token at max_tokens),
+    length, or aborted (interrupted, 0 or more tokens). ``spans``: only from engines with ``token_versions``.
+    ``columns``: exactly those of ``RolloutEngine.gives``, and of SAMPLING_MASK if asked for.
 
-    ``index``: 0 to n - 1. ``token_ids``: int32 (length,), with the end token if one was generated. ``logprobs``:
-    float32 (length,), natural log of each token's softmax(logits / temperature) over the whole vocabulary (with
-    ``sampling_mask`` over the kept ids), at the request's temperature, or at 1 for a greedy response (temperature 0).
-    top_k, top_p, min_p and penalties must change neither the logits nor the denominator: the trainer computes its
-    ratio without them. ``finish_reason``: stop (also of a stop token at max_tokens), length, or aborted (interrupted,
-    0 or more tokens). ``spans``: only from engines with ``token_versions``. ``columns``: exactly those of
-    ``RolloutEngine.gives``, and of SAMPLING_MASK if asked for.
+    ``logprobs``: float32 (length,), natural log of each token's softmax(logits / temperature) over the whole
+    vocabulary (with ``sampling_mask`` over the kept ids), at the request's temperature, or at 1 for a greedy response
+    (temperature 0). top_k, top_p, min_p and penalties must change neither the logits nor the denominator: the trainer
+    computes its ratio without them.
     """
 
     index: int

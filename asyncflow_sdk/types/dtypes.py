@@ -93,8 +93,8 @@ def is_torch(value: object) -> bool:
 
 
 def storable(tensor: Any) -> str:
-    """Return the name of a torch tensor's dtype. Raises SchemaError for tensors without plain
-    bytes: sparse, quantised or meta tensors, and unknown dtypes."""
+    """Return the name of a torch tensor's dtype. Raises SchemaError for tensors without plain bytes: sparse,
+    quantised or meta tensors, and unknown dtypes."""
     name = str(tensor.dtype).removeprefix("torch.")
     if tensor.is_quantized:
         raise SchemaError(

@@ -162,7 +162,7 @@ class HomeLost(_Event, frozen=True, tag="home_lost"):
 
 class Balanced(_Event, frozen=True, tag="balanced"):
     """A lease was split into ``shards`` for a group of ranks. The heaviest weighs 1 + ``imbalance`` times the mean,
-    by the measure of the task's sampler (by rows without a sampler). ``step``: -1 for tasks without steps."""
+    by the measure of the task's sampler (by rows without one). ``step``: -1 for tasks without steps."""
 
     task: str
     shards: int

@@ -112,8 +112,8 @@ class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class ParkedStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A parked request, waiting for ``since_s`` and for at most another ``left_s``. ``verb``: its
-    command. ``why``: the missing thing and its provider."""
+    """A parked request, waiting for ``since_s``, at most another ``left_s``. ``verb``: its command. ``why``: the
+    missing thing and its provider."""
 
     session: int
     name: str

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -103,20 +102,16 @@ class AgeSums(NamedTuple):
         return cls(tokens, {name: (int(each.sum()), int(each.max())) for name, each in named.items() if tokens})
 
     @classmethod
-    def all(cls, packed: Iterable[bytes]) -> AgeSums:
-        """Merge several shards, each encoded by ``packed``."""
+    def all(cls, shards: Iterable[AgeSums]) -> AgeSums:
+        """Merge several shards."""
         merged: dict[str, tuple[int, int]] = {}
         tokens = 0
-        for shard in (msgspec.msgpack.decode(each, type=cls) for each in packed):
+        for shard in shards:
             tokens += shard.tokens
             for name, (total, most) in shard.parts.items():
                 before = merged.get(name, (0, most))
                 merged[name] = before[0] + total, max(before[1], most)
         return cls(tokens, merged)
-
-    def packed(self) -> bytes:
-        """Encode as msgpack."""
-        return msgspec.msgpack.encode(self)
 
     def metrics(self) -> dict[str, float]:
         """Return mean and maximum of each part, by metric name."""

@@ -12,9 +12,8 @@ import inspect
 import itertools
 import numbers
 import re
-import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal
@@ -105,48 +104,12 @@ def check_types(made: type, given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         found = fits.get(name)
         if found is not None and not found[0](value):
-            raise ConfigError(f"{made.__name__}: {name} {_unfit(found[1], value)}")
+            raise ConfigError(f"{made.__name__}: {name} {unfit(found[1], value)}")
 
 
-def type_errors(function: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (name, problem) for each JSON value of another type than annotated in ``function`` or
-    in a class's constructor. Checks only numbers, text, bools, None, and lists and mappings of
-    these, because ``function`` may convert other values. Raises nothing."""
-    of: Any = function.__init__ if inspect.isclass(function) else function
-    of = inspect.unwrap(of)
-    for name, value in given.items():
-        hint = _hint(of, name)
-        if hint is not None and _is_plain(hint):
-            fit, words = _kind(hint)
-            if not fit(value):
-                yield name, _unfit(words, value)
-
-
-def _unfit(words: str, value: Any) -> str:
+def unfit(words: str, value: Any) -> str:
+    """Return the problem of a value of another type than described."""
     return f"must be {words}, not {type(value).__name__}: {value!r:.80}"
-
-
-def _hint(function: Any, name: str) -> Any:
-    """Return the resolved annotation of a parameter; None if missing or not resolvable at run time."""
-    written = getattr(function, "__annotations__", {}).get(name)
-    if written is None:
-        return None
-    try:
-        holder = types.SimpleNamespace(__annotations__={name: written})
-        return typing.get_type_hints(holder, globalns=getattr(function, "__globals__", {}))[name]
-    except Exception:  # evaluating a plugin's annotation may raise anything
-        return None
-
-
-def _is_plain(hint: Any) -> bool:
-    origin, of = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return True
-    if origin in (typing.Union, UnionType) or (
-        isinstance(origin, type) and issubclass(origin, Collection) and not isinstance(origin, str)
-    ):
-        return bool(of) and all(each is ... or _is_plain(each) for each in of)
-    return hint in (*_PLAIN, str, list, dict)
 
 
 def check_fields(made: Any) -> None:
@@ -177,14 +140,14 @@ def _fits(made: type) -> dict[str, tuple[Fits, str]]:
     except NameError:  # in a user's subclass
         return {}
     names = inspect.signature(made).parameters
-    return {name: _kind(hint) for name, hint in hints.items() if name in names}
+    return {name: kind_of(hint) for name, hint in hints.items() if name in names}
 
 
-def _kind(hint: Any) -> tuple[Fits, str]:
+def kind_of(hint: Any) -> tuple[Fits, str]:
     """Return the predicate for values of a type, and its description in words."""
     origin, of = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, UnionType):
-        kinds = [_kind(each) for each in of]
+        kinds = [kind_of(each) for each in of]
         names = [words for each, (_, words) in zip(of, kinds, strict=True) if each is not NoneType]
         names += ["None"] if NoneType in of else []
         return lambda value: any(fit(value) for fit, _ in kinds), " or ".join(dict.fromkeys(names))
@@ -194,7 +157,7 @@ def _kind(hint: Any) -> tuple[Fits, str]:
     if origin is Callable:
         return callable, "a function"
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        (keys, key), (values, item) = map(_kind, of)
+        (keys, key), (values, item) = map(kind_of, of)
         return (
             lambda value: isinstance(value, Mapping) and all(keys(k) and values(v) for k, v in value.items()),
             f"a mapping of {key} to {item}",
@@ -202,7 +165,7 @@ def _kind(hint: Any) -> tuple[Fits, str]:
     if isinstance(origin, type) and issubclass(origin, Collection):
         if origin is tuple and of[-1] is not ...:
             return lambda value: True, "a pair"
-        each, item = _kind(of[0])
+        each, item = kind_of(of[0])
         return (
             lambda value: (
                 isinstance(value, Collection)
@@ -212,8 +175,8 @@ def _kind(hint: Any) -> tuple[Fits, str]:
             f"a list of {item}",
         )
     name = "a class" if hint is type else "a path" if hint is Path else getattr(hint, "__name__", str(hint))
-    if hint in _PLAIN or not inspect.isclass(hint):
-        return _PLAIN.get(hint, lambda value: True), name
+    if hint in PLAIN or not inspect.isclass(hint):
+        return PLAIN.get(hint, lambda value: True), name
     return lambda value: isinstance(value, hint), name
 
 
@@ -221,7 +184,7 @@ def _is_instance(kinds: Any) -> Fits:
     return lambda value: isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
 
 
-_PLAIN: dict[Any, Fits] = {
+PLAIN: dict[Any, Fits] = {
     int: _is_instance((int, np.integer)),
     float: _is_instance((numbers.Real,)),
     bool: _is_instance((bool, np.bool_)),

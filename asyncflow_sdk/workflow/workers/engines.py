@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import types
+import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import UnionType
 from typing import Any, Literal
 
 from ...errors import ConfigError
@@ -17,7 +20,7 @@ from ...interfaces import SAMPLING_MASK
 from ...ledger import commands as cmd
 from ...plugins import registry
 from ...queue import QueueClient
-from ...types.validation import hint, type_errors
+from ...types.validation import PLAIN, hint, kind_of, unfit
 
 GIVEN = ("model", "algorithm")
 """Arguments of a factory besides options."""
@@ -43,6 +46,43 @@ def odd_options(
         except ConfigError as error:
             odd.append((next((name for name in plain if name in str(error)), ""), f"engine {engine!r}: {error}"))
     return odd
+
+
+def type_errors(function: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (name, problem) for each JSON value of another type than annotated in ``function`` or
+    in a class's constructor. Checks only numbers, text, bools, None, and lists and mappings of
+    these, because ``function`` may convert other values. Raises nothing."""
+    of: Any = function.__init__ if inspect.isclass(function) else function
+    of = inspect.unwrap(of)
+    for name, value in given.items():
+        kind = _annotation(of, name)
+        if kind is not None and _is_plain(kind):
+            fit, words = kind_of(kind)
+            if not fit(value):
+                yield name, unfit(words, value)
+
+
+def _annotation(function: Any, name: str) -> Any:
+    """Return the resolved annotation of a parameter; None if missing or not resolvable at run time."""
+    written = getattr(function, "__annotations__", {}).get(name)
+    if written is None:
+        return None
+    try:
+        holder = types.SimpleNamespace(__annotations__={name: written})
+        return typing.get_type_hints(holder, globalns=getattr(function, "__globals__", {}))[name]
+    except Exception:  # evaluating a plugin's annotation may raise anything
+        return None
+
+
+def _is_plain(kind: Any) -> bool:
+    origin, of = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return True
+    if origin in (typing.Union, UnionType) or (
+        isinstance(origin, type) and issubclass(origin, Collection) and not isinstance(origin, str)
+    ):
+        return bool(of) and all(each is ... or _is_plain(each) for each in of)
+    return kind in (*PLAIN, str, list, dict)
 
 
 def _options_of(factory: Callable[..., Any]) -> list[str] | None:

@@ -46,9 +46,9 @@ class StepWork:
 def step_metrics(packed: Iterable[bytes]) -> dict[str, float]:
     """Return the ages, single rewards and ``truncated_fraction`` of a whole step, from each rank's
     ``StepWork.packed``."""
-    ranks = [msgspec.msgpack.decode(each, type=tuple[msgspec.Raw, list[RewardSums]]) for each in packed]
+    ranks = [msgspec.msgpack.decode(each, type=tuple[AgeSums, list[RewardSums]]) for each in packed]
     rewards = [part for _, parts in ranks for part in parts]
-    return AgeSums.all(bytes(ages) for ages, _ in ranks).metrics() | reward_means(rewards)
+    return AgeSums.all(ages for ages, _ in ranks).metrics() | reward_means(rewards)
 
 
 def _sums(batch: Batch) -> RewardSums:
@@ -116,7 +116,7 @@ class StepInParts(TrainerStep):
             self._engine.abort_step()
             raise StepLost(str(error)) from error
         rewards = tuple(map(_sums, self._delivered))
-        return StepWork(result, AgeSums.all(each.packed() for each in ages), rewards, len(ages))
+        return StepWork(result, AgeSums.all(ages), rewards, len(ages))
 
     def ack(self, work: StepWork) -> None:
         self._step.ack(filtered=work.result.filtered)
