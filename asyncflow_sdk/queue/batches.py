@@ -73,7 +73,7 @@ class BlockingContext(ABC):
 
 
 class Lease:
-    """A lease of this client. ``left``: rows neither completed nor given back; of a step: 1 while it is held."""
+    """A lease of this client. ``since``: start of its time. ``_void``: it has no row, and the server does not know it."""
 
     token: int
     task: str
@@ -84,9 +84,9 @@ class Lease:
     world_size: int
     _port: Port
     _left: int
-    since: float  # start of the lease's time
+    since: float
     _reason = "left without completing"  # of rows that go back without an error
-    _void = False  # True if the lease has no row: the server does not know it
+    _void = False
 
     def _take(self, lease: cmd.Leased, left: int) -> None:
         self.token, self.task, self.lease_s = lease.token, lease.task, lease.lease_s

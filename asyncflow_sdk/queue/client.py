@@ -9,6 +9,7 @@ with queue.get("reward", count=64, timeout_s=30) as batch:
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,7 @@ from ..ledger import commands as cmd
 from ..ledger import pack_ids, unpack_ids
 from ..types import Batch
 from ..types.columns import empty
-from ..types.defaults import CALL_S, LEASE_S, MAX_ATTEMPTS, TIMEOUT_S
+from ..types.defaults import CALL_S, TIMEOUT_S
 from ..types.reports import Audit, FailedGroup, StatusReport
 from ..types.tasks import PolicySpec, SamplerSpec, TaskSpec
 from .batches import AsyncLeasedBatch, AsyncStep, BatchVerbs, BlockingBatch, BlockingStep, StepVerbs, UnreadLease
@@ -74,19 +75,11 @@ class QueueVerbs(Generic[B, S]):
         """Return the session with the server. Events and weights of this client use the same one."""
         return self._port.connection
 
-    def _request(
-        self,
-        task: str,
-        count: int,
-        *,
-        columns: Sequence[str] | None = None,
-        timeout_s: float = TIMEOUT_S,
-        **options: Any,
-    ) -> cmd.LeaseRows:
+    def _request(self, task: str, count: int, columns: Sequence[str] | None = None, **options: Any) -> cmd.LeaseRows:
         """Return a checked request: its wait may be added to a clock."""
         needs = None if columns is None else check_names("columns", columns)
-        inline = self._port.connection.store.inline
-        request = cmd.LeaseRows(task=task, count=count, columns=needs, timeout_s=timeout_s, inline=inline, **options)
+        options = {"timeout_s": TIMEOUT_S, "inline": self._port.connection.store.inline} | options
+        request = cmd.LeaseRows(task=task, count=count, columns=needs, **options)
         check_arguments(request)
         return request
 
@@ -111,17 +104,13 @@ class QueueVerbs(Generic[B, S]):
         """Return the next step, once its first part is ready. ``last`` goes back if it was not acknowledged."""
         if last is not None:
             await last._close(None, blame=True)
-
-        async def wait(request: cmd.LeaseRows) -> tuple[StepPart, cmd.LeasedPart]:
-            """Return the next part of the step."""
-            return await self._lease_part(request, check)
-
+        wait = functools.partial(self._lease_part, check)
         return self._step(self._port, wait, request, *await wait(request))
 
     async def _lease_part(
-        self, request: cmd.LeaseRows, check: Callable[[], None] | None
+        self, check: Callable[[], None] | None, request: cmd.LeaseRows
     ) -> tuple[StepPart, cmd.LeasedPart]:
-        """Send the request for a part of a step; return it. ``check``: see ``QueueClient.steps``."""
+        """Return the next part of a step. ``check``: see ``QueueClient.steps``."""
         began, waits = time.monotonic(), 1
         until = began + request.timeout_s
         if check is not None:
@@ -155,50 +144,43 @@ class QueueVerbs(Generic[B, S]):
         their host cannot be reached now, the request is repeated until its own deadline; ranks of a group
         and parts of a step are read again ``until`` then, since nobody else can have them.
         """
-        left, began, timeout_s = _READ_TRIES, time.monotonic(), request.timeout_s
-        until = began + timeout_s if until is None else until
+        left, deadline, port = _READ_TRIES, time.monotonic() + request.timeout_s, self._port
         while True:
             left -= 1
             if answer is None:
-                if self._port.connection.unreturned:
+                if port.connection.unreturned:
                     await self._return_leases(request.timeout_s)
-                answer = await self._port.call(request)
+                answer = await port.call(request)
             else:
                 answer.raise_error()
             lease = answer.reply
             if not isinstance(lease, cmd.Leased):
                 assert isinstance(lease, cmd.LoadFirst)
-                raise VersionNeeded(
-                    f"task {request.task!r} leases no more rows before version {lease.version} is loaded"
-                )
+                text = f"task {request.task!r} leases no more rows before version {lease.version} is loaded"
+                raise VersionNeeded(text)
             alone = lease.world_size == 1 or lease.step >= 0
-            shared = request.token or lease.world_size > 1
             try:
-                if self._port.connection.store.may_wait:
-                    return await self._read_renewed(answer, lease, kind, until if shared else 0.0), lease
-                return self._read(answer, lease, kind), lease
+                if not port.connection.store.may_wait:
+                    return self._read(answer, lease, kind), lease
+                again = request.token or lease.world_size > 1
+                return await self._read_renewed(answer, lease, kind, (until or deadline) if again else 0.0), lease
             except BaseException as error:
-                late = isinstance(error, StoreUnavailable) and alone and not request.token
-                self._port.connection.unreturned.append(
-                    cmd.GiveBack(
-                        token=lease.token, reason="reading the rows failed", rank=lease.rank,
-                        unread=isinstance(error, LeaseLost),
-                    )
-                )  # fmt: skip
+                lost, late = isinstance(error, LeaseLost), isinstance(error, StoreUnavailable) and alone
+                port.connection.unreturned.append(
+                    cmd.GiveBack(token=lease.token, reason="reading the rows failed", rank=lease.rank, unread=lost)
+                )
+                left_s = deadline - time.monotonic() if late and not request.token else 0.0
                 with contextlib.suppress(AsyncFlowError):
-                    await self._return_leases(max(CALL_S, began + timeout_s - time.monotonic() if late else 0.0))
-                if (
-                    late and (left_s := began + timeout_s - time.monotonic()) > 0
-                ):  # late, not lost: the rows cost no attempt
-                    await self._port.pause(min(LATE_S, left_s))
-                    request, answer, left = msgspec.structs.replace(request, timeout_s=left_s), None, left + 1
-                    continue
-                if request.token or not (left and isinstance(error, LeaseLost)):
+                    await self._return_leases(max(CALL_S, left_s))
+                if left_s > 0 and (left_s := deadline - time.monotonic()) > 0:
+                    # late, not lost: the rows cost no attempt
+                    await port.pause(min(LATE_S, left_s))
+                    request, left = msgspec.structs.replace(request, timeout_s=left_s), left + 1
+                elif request.token or not (left and lost):
                     raise
-                if alone:
-                    answer = None  # rows ended before they were read
-                    continue
-                return _without_rows(answer, kind), msgspec.structs.replace(lease, ids=b"", groups=b"")
+                elif not alone:
+                    return _without_rows(answer, kind), msgspec.structs.replace(lease, ids=b"", groups=b"")
+                answer = None  # the rows ended before they were read, or their host is away
 
     async def _return_leases(self, timeout_s: float) -> None:
         """Give back the leases whose rows could not be read. Raises ServerLost if the server cannot be
@@ -267,18 +249,15 @@ class AsyncTransferQueue(QueueVerbs[AsyncLeasedBatch, AsyncStep]):
         *,
         needs: Sequence[str],
         gives: Sequence[str] = (),
-        lease_s: float = LEASE_S,
-        max_attempts: int = MAX_ATTEMPTS,
-        admits: bool = False,
-        batch_rows: int | None = None,
         partitions: Sequence[str] = ("",),
         sampler: str | tuple[str, Mapping[str, Any]] | SamplerSpec | None = None,
+        **options: Any,
     ) -> None:
         """See ``TransferQueue.declare``."""
         task = TaskSpec(
-            name=name, needs=check_columns("needs", needs), gives=check_columns("gives", gives), lease_s=lease_s,
-            max_attempts=max_attempts, admits=admits, batch_rows=batch_rows,
-            partitions=check_names("partitions", partitions, empty=True), sampler=_spec("sampler", SamplerSpec, sampler),
+            name=name, needs=check_columns("needs", needs), gives=check_columns("gives", gives),
+            partitions=check_names("partitions", partitions, empty=True),
+            sampler=_spec("sampler", SamplerSpec, sampler), **options,
         )  # fmt: skip
         check_name("a task", name)
         check_arguments(task)
@@ -319,13 +298,11 @@ class AsyncTransferQueue(QueueVerbs[AsyncLeasedBatch, AsyncStep]):
 
     async def wanted(self, *, timeout_s: float = TIMEOUT_S) -> int:
         """See ``TransferQueue.wanted``."""
-        reply = await self._port.send(cmd.AwaitRowsWanted(timeout_s=timeout_s))
-        return int(reply.count)
+        return int((await self._port.send(cmd.AwaitRowsWanted(timeout_s=timeout_s))).count)
 
     async def lost(self, *, timeout_s: float = TIMEOUT_S) -> npt.NDArray[np.int64]:
         """See ``TransferQueue.lost``."""
-        reply = await self._port.send(cmd.AwaitLost(timeout_s=timeout_s))
-        return unpack_ids(reply.ids)
+        return unpack_ids((await self._port.send(cmd.AwaitLost(timeout_s=timeout_s))).ids)
 
     async def end(self, *, cancel: bool = False, partition: str | None = None) -> None:
         """See ``TransferQueue.end``."""
@@ -348,21 +325,18 @@ class AsyncTransferQueue(QueueVerbs[AsyncLeasedBatch, AsyncStep]):
 
     async def failed(self, count: int = 100) -> tuple[FailedGroup, ...]:
         """See ``TransferQueue.failed``."""
-        reply = await self._port.send(cmd.GetFailed(count=count))
-        assert isinstance(reply, cmd.Failed)
-        return reply.groups
+        groups: tuple[FailedGroup, ...] = (await self._port.send(cmd.GetFailed(count=count))).groups
+        return groups
 
     async def audit(self) -> Audit:
         """See ``TransferQueue.audit``."""
-        reply = await self._port.send(cmd.GetAudit())
-        assert isinstance(reply, Audit)
-        return reply
+        audit: Audit = await self._port.send(cmd.GetAudit())
+        return audit
 
     async def status(self) -> StatusReport:
         """See ``TransferQueue.status``."""
-        reply = await self._port.send(cmd.GetStatus())
-        assert isinstance(reply, StatusReport)
-        return reply
+        report: StatusReport = await self._port.send(cmd.GetStatus())
+        return report
 
     async def flush(self) -> None:
         """See ``TransferQueue.flush``."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence, Set
 import msgspec
 
 from ..errors import AsyncFlowError, ProtocolError
-from ..interfaces.store import HomeCatalog, HomeOffer, HomeUnit, StorageHome
+from ..interfaces.store import HomeCatalog, HomeOffer, StorageHome
 from ..wire import Member, RunKey, own_address
 from .connection import Connection
 from .stores.unit import BEAT_S, StorageUnit, UnitConfig, remove_unit_log
@@ -61,7 +61,11 @@ def run_unit(
     connection = catalog.connection
     try:
         host = own_address(connection.wire.address, connection.server_addresses)
-        unit = open_unit(catalog, config, host)
+        name = config.name or f"{socket.gethostname()}-{host}"
+        member = None if config.insecure else catalog.member
+        unit = connection.store.open_unit(catalog, name, host) or StorageUnit(
+            catalog, connection.run, name=name, host=host, member=member, listen=config.listen
+        )
         over = False
         try:
             (home, epoch), offer = unit.where, unit.offer
@@ -73,20 +77,6 @@ def run_unit(
                 remove_unit_log(connection.run)
     finally:
         catalog.connection.close()
-
-
-def open_unit(catalog: UnitCatalog, config: UnitConfig, host: str) -> HomeUnit:
-    """Open this host's unit, of the kind that the run's store needs. ``host``: its IP address."""
-    connection = catalog.connection
-    name = config.name or f"{socket.gethostname()}-{host}"
-    return connection.store.open_unit(catalog, name, host) or StorageUnit(
-        catalog,
-        connection.run,
-        name=name,
-        host=host,
-        member=None if config.insecure else catalog.member,
-        listen=config.listen,
-    )
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ refused, because their values depend on a scale and a zero point stored beside t
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import sys
 from typing import Any
@@ -76,11 +77,11 @@ def check_floating(dtype: Any) -> None:
     raise ConfigError(f"dtype must be the name of one of {', '.join(FLOATS)}, not {dtype!r}{hint}")
 
 
+@functools.lru_cache(256)  # the hash of a dtype depends on its byte order
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """Return a numpy dtype's name. Raises SchemaError for objects, and if unknown to torch."""
-    name = _NAMES.get(dtype)  # the hash of a dtype depends on its byte order
     try:
-        return name or _NAMES[dtype.newbyteorder("=")]
+        return _NAMES.get(dtype) or _NAMES[dtype.newbyteorder("=")]
     except KeyError:
         hint = "; convert it to numbers, text or bytes first" if dtype.hasobject else ""
         raise SchemaError(f"numpy dtype {dtype} cannot be stored{hint}") from None
@@ -97,9 +98,7 @@ def storable(tensor: Any) -> str:
     quantised or meta tensors, and unknown dtypes."""
     name = str(tensor.dtype).removeprefix("torch.")
     if tensor.is_quantized:
-        raise SchemaError(
-            f"a quantised tensor of {name} cannot be stored; store its int_repr(), scale and zero point"
-        )
+        raise SchemaError(f"a quantised tensor of {name} cannot be stored; store int_repr(), scale and zero point")
     if tensor.layout != sys.modules["torch"].strided:
         raise SchemaError(f"a {tensor.layout} tensor of {name} cannot be stored; make it dense first")
     if tensor.is_meta:

@@ -27,16 +27,16 @@ from ...errors import (
     DigestMismatch,
     LeaseLost,
     ProtocolError,
-    SchemaError,
     StoreUnavailable,
     WireError,
 )
 from ...interfaces.store import StorageHome
 from ...types import Column, ColumnSpec
+from ...types.batch import concat, take
 from ...types.blocks import BlockSlices
 from ...wire import RunKey, ServiceAddress, ServiceClient
 from .blocks import MOST_BYTES, RUN, Ints, kind_of, to_image
-from .homes import SERVER_MEMORY, HomeId, KnownHomes, is_row_segment
+from .homes import SERVER_MEMORY, HomeId, KnownHomes, session_of
 from .reader import ColumnReader, from_image
 
 MAX_REQUEST_BYTES = 16 << 20
@@ -119,7 +119,7 @@ def check_parts(parts: Sequence[FetchPart]) -> None:
             or not columns == len(set(slices.columns))
             or not columns
             or not slices.segments
-            or not all(map(is_row_segment, slices.segments))
+            or min(map(session_of, slices.segments)) < 0
             or set(slices.columns) != set(schema)
             or not 0 < blocks <= runs <= MOST_ROWS
             or len(slices.counts) != len(slices.entries)
@@ -187,7 +187,7 @@ def unpack_parts(
 
 
 class SlicesOfHome(NamedTuple):
-    """The part of a ``BlockSlices`` in one home. ``rows``: positions of its rows in the batch."""
+    """Part of a ``BlockSlices`` in one home. ``rows``: positions of its rows in the batch."""
 
     slices: BlockSlices
     rows: Ints
@@ -210,45 +210,22 @@ def split(slices: BlockSlices, key: Callable[[str], Any]) -> dict[Any, SlicesOfH
         mine = blocks[of_block]
         mine[:, 0] = np.searchsorted(numbers, mine[:, 0])
         part = BlockSlices(
-            slices.columns,
-            (fields[of_block] if len(fields) > 1 else fields).tobytes(),
-            tuple(slices.segments[number] for number in numbers),
-            mine.tobytes(),
-            entries[of_run].tobytes(),
-            counts[of_run].tobytes(),
-        )
+            slices.columns, (fields[of_block] if len(fields) > 1 else fields).tobytes(),
+            tuple(slices.segments[number] for number in numbers), mine.tobytes(),
+            entries[of_run].tobytes(), counts[of_run].tobytes(),
+        )  # fmt: skip
         out[home] = SlicesOfHome(part, np.flatnonzero(of_run.repeat(counts)))
     return out
 
 
-def merge(pieces: Sequence[tuple[Ints, Column]], name: str) -> Column:
-    """Return one column from pieces of it, each with the positions of its rows."""
+def merge(pieces: Sequence[tuple[Ints, Column]]) -> Column:
+    """Return one column from pieces of it, each with the positions of its rows. Raises SchemaError."""
     if len(pieces) == 1:
         return pieces[0][1]
-    spec = pieces[0][1].spec
-    rows = sum(len(at) for at, _ in pieces)
-    if spec.kind == "fixed":
-        values = np.empty((rows, *pieces[0][1].values.shape[1:]), pieces[0][1].values.dtype)
-        for at, column in pieces:
-            values[at] = column.values
-        values.setflags(write=False)
-        return Column(spec, values, None)
-    lengths = np.zeros(rows, np.int64)
-    for at, column in pieces:
-        assert column.offsets is not None
-        lengths[at] = np.diff(column.offsets)
-    offsets = np.zeros(rows + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    first = pieces[0][1].values
-    values = np.empty((int(offsets[-1]), *first.shape[1:]), first.dtype)
-    for at, column in pieces:
-        assert column.offsets is not None
-        if int(column.offsets[-1]) > len(column.values) or int(column.offsets[0]):
-            raise SchemaError(f"column {name!r} has offsets beyond its values")
-        index = np.repeat(offsets[at] - column.offsets[:-1], lengths[at]) + np.arange(int(column.offsets[-1]))
-        values[index] = column.values[: int(column.offsets[-1])]
-    values.setflags(write=False)
-    return Column(spec, values, offsets)
+    order = np.argsort(np.concatenate([rows for rows, _ in pieces]))
+    merged = take(concat([column for _, column in pieces]), order)
+    merged.values.setflags(write=False)
+    return merged
 
 
 def open_unit(home: StorageHome, key: RunKey | None) -> ServiceClient:
@@ -359,13 +336,12 @@ class HomeFetcher:
             raise WireError("it has no storage unit now")
         with self._lock:
             self._check_open()
-            known, client = self._clients.get(where.home, (None, None))
-            if client is None or known is None or _unit_of(known) != _unit_of(home):
-                if client is not None:
-                    client.close()
-                client = open_unit(home, self._key)
-                self._clients[where.home] = home, client
-            return client
+            known = self._clients.get(where.home)
+            if known is None or _unit_of(known[0]) != _unit_of(home):
+                if known is not None:
+                    known[1].close()
+                known = self._clients[where.home] = home, open_unit(home, self._key)
+            return known[1]
 
     def _check_open(self) -> None:
         if self._closed:

@@ -6,6 +6,7 @@ A segment of session 7 in the server's memory (home 0) is named ``s7-1``; in epo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -52,11 +53,6 @@ def session_of(segment: str) -> int:
     """Return the session that writes to a segment of rows; -1 for any other name."""
     found = _ROWS.fullmatch(segment)
     return -1 if found is None else int(found[3])
-
-
-def is_row_segment(segment: str) -> bool:
-    """True if a name is one of a segment of rows, in any home, and of nothing else."""
-    return _ROWS.fullmatch(segment) is not None
 
 
 def owner_of(directory: Path) -> str:
@@ -120,10 +116,8 @@ class KnownHomes:
 
     def directory(self, where: HomeId) -> Path | None:
         """Return the directory of a live home; None if its memory is not visible here."""
-        found = self.find(where)
-        if found is None or found.epoch != where.epoch or found.lost or not self.sees(found):
-            return None
-        return Path(found.directory)
+        found = self.find(where) if self.is_live(where) else None
+        return None if found is None or not self.sees(found) else Path(found.directory)
 
     def visible(self) -> list[StorageHome]:
         """Return the live homes with memory that this process can write to."""
@@ -139,18 +133,13 @@ class KnownHomes:
         return bool(self.visible()) or any(each.owner == this_host() for each in self.served())
 
     def sees(self, home: StorageHome) -> bool:
-        """True if this process can write to the memory of a home."""
+        """True if this process can write to the memory of a home. It may be mounted later, but does not
+        vanish without an error."""
         key = home.directory, home.owner
-        if not home.directory or not home.owner:
-            return False
-        if not self._visible.get(key, False):  # it may be mounted later, but does not vanish without an error
-            try:
-                self._visible[key] = owner_of(Path(home.directory)) == home.owner and os.access(
-                    home.directory, os.W_OK
-                )
-            except OSError:
-                self._visible[key] = False
-        return self._visible[key]
+        if all(key) and not self._visible.get(key, False):
+            with contextlib.suppress(OSError):
+                self._visible[key] = owner_of(Path(key[0])) == key[1] and os.access(key[0], os.W_OK)
+        return self._visible.get(key, False)
 
     def forget_directory(self, where: HomeId) -> None:
         """Check again whether the memory of a home is visible."""

@@ -7,19 +7,13 @@ is started if there is none. A client that sees neither sends its columns to the
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from ...errors import (
-    AsyncFlowError,
-    ConfigError,
-    LeaseLost,
-    ServerLost,
-)
+from ...errors import AsyncFlowError, ConfigError, ServerLost
 from ...interfaces.store import PayloadStore, StoreContext, StoredBlock
 from ...memory import Mapper
 from ...types import Column, ColumnSpec
@@ -77,22 +71,18 @@ class HostsStore(PayloadStore):
         except ServerLost:
             if own is None or own == SERVER_MEMORY:
                 raise  # a restarted server makes its directory again
-        return self._find_memory(but=own).write(columns, copy=copy, grow=grow)
+            return self._find_memory(but=own).write(columns, copy=copy, grow=grow)
 
     def rewrite(self, stored: StoredBlock) -> StoredBlock | None:
         """See ``PayloadStore.rewrite``. A lost home gets no more blocks."""
         if stored.block is None:
-            return self._inline.rewrite(stored)
+            return stored
         where = home_of(stored.block.segment)
-        if where == SERVER_MEMORY:
-            return self._stores[where].rewrite(stored)
-        self._homes.refresh()
-        if self._homes.is_live(where):
-            return self._stores[where].rewrite(stored)
-        store = self._find_memory(but=where)
-        if isinstance(store, SharedStore):
-            return store.copy_of(stored.block, stored.space)
-        return self._inline.image_of(stored.block, stored.space)
+        if where != SERVER_MEMORY:
+            self._homes.refresh()
+            if not self._homes.is_live(where):
+                return self._find_memory(but=where).copy_of(stored.block, stored.space)
+        return self._stores[where].rewrite(stored)
 
     def discard(self, stored: StoredBlock) -> None:
         if stored.block is not None:
@@ -118,8 +108,7 @@ class HostsStore(PayloadStore):
                 self._next_try_s = time.monotonic() + LOOK_AGAIN_S
                 return self._inline
             if where not in self._stores:
-                prefix = segment_prefix(where, self._context.session)
-                self._stores[where] = SharedStore(directory, prefix)
+                self._stores[where] = SharedStore(directory, segment_prefix(where, self._context.session))
             self._own = where
             return self._stores[where]
 
@@ -146,8 +135,8 @@ class HostsStore(PayloadStore):
         split_parts: list[dict[HomeId | None, SlicesOfHome]] = []
         wanted: dict[HomeId, list[FetchPart]] = {}
         for part in slices:
-            if all(self._directory_of(segment) is not None for segment in part.segments):
-                columns.update(self._reader.read(part, schema))
+            if self._sees(part):
+                columns |= self._reader.read(part, schema)
                 continue
             homes = split(part, self._remote_home)
             split_parts.append(homes)
@@ -164,20 +153,20 @@ class HostsStore(PayloadStore):
                 for where, mine in homes.items()
             ]
             for name in found[0][1]:
-                columns[name] = merge([(rows, part[name]) for rows, part in found], name)
+                columns[name] = merge([(rows, part[name]) for rows, part in found])
         return columns
 
     def writable(self, slices: BlockSlices, name: str, schema: Mapping[str, ColumnSpec]) -> Array | None:
-        with contextlib.suppress(LeaseLost):
-            if all(self._directory_of(segment) is not None for segment in slices.segments):
-                return self._reader.writable(slices, name, schema)
-        return None
+        return self._reader.writable(slices, name, schema) if self._sees(slices) else None
 
     def close(self) -> None:
         self._fetcher.close()
         for store in list(self._stores.values()):
             store.close()
         self._mapper.close()
+
+    def _sees(self, slices: BlockSlices) -> bool:
+        return all(self._directory_of(segment) is not None for segment in slices.segments)
 
     def _directory_of(self, segment: str) -> Path | None:
         """Return the directory of a segment; None if it is not visible here."""

@@ -88,10 +88,10 @@ class InlineStore(PayloadStore):
         self._check_size(sum(column.values.nbytes for column in columns.values()))
         return StoredBlock(None, blocks.to_image(columns, copy=copy))
 
-    def image_of(self, block: Block, space: Allocation) -> StoredBlock:
+    def copy_of(self, block: Block, old: Allocation) -> StoredBlock:
         """Return a block that another store of this process has written as an image."""
         self._check_size(block.nbytes)
-        parts = [np.zeros(HEADER_BYTES, np.uint8), space.memory[HEADER_BYTES:]]
+        parts = [np.zeros(HEADER_BYTES, np.uint8), old.memory[HEADER_BYTES:]]
         return StoredBlock(None, BlockImage(block.rows, block.nbytes, parts))
 
     def rewrite(self, stored: StoredBlock) -> StoredBlock | None:

@@ -45,7 +45,6 @@ PAUSE_S = 0.1
 THREADS = 2
 SMALL_BYTES = 1 << 20
 """Blocks of up to this size are read in the service's thread."""
-STORE = "hosts"
 _decode = msgspec.msgpack.Decoder(FetchRequest).decode
 _log = logging.getLogger(__name__)
 
@@ -82,24 +81,16 @@ class StorageUnit(HomeUnit):
         self._closed = False
         try:
             self._service = Service(
-                host,
-                self,
-                listen=listen,
-                member=member,
-                insecure=member is None,
-                max_call_bytes=MAX_REQUEST_BYTES,
+                host, self, listen=listen, member=member, insecure=member is None, max_call_bytes=MAX_REQUEST_BYTES
             )
-            self.offer = self._describe(name, self._service)
+            self.offer = HomeOffer(
+                store="hosts", name=name, identity=self._directory.contents, address=self._service.address,
+                key=self._service.public, directory=str(self.directory), owner=owner_of(self.directory),
+            )  # fmt: skip
             self.beat()
         except BaseException:
             self.close(keep=True)
             raise
-
-    def _describe(self, name: str, service: Service) -> HomeOffer:
-        return HomeOffer(
-            store=STORE, name=name, identity=self._directory.contents, address=service.address,
-            key=service.public, directory=str(self.directory), owner=owner_of(self.directory),
-        )  # fmt: skip
 
     def beat(self) -> None:
         """Give a sign of life, and remove the segments of lost epochs and of ended sessions. If a needed
@@ -201,8 +192,9 @@ def ensure_unit(
     program: Sequence[str] = PROGRAM,
     timeout_s: float = START_S,
 ) -> None:
-    """Return once ``is_open`` is true. Else start a unit first, in a session of its own, detached from
-    this process. Raises DeadlineExceeded, with the end of the unit's output; the errors of
+    """Return once ``is_open`` is true. Else start a unit first, in a session of its own: it outlives this
+    process. Workers of one host may start at the same time: the holder of a lock on a file starts the
+    unit, and the others wait. Raises DeadlineExceeded, with the end of the unit's output; the errors of
     ``is_open``."""
     until = time.monotonic() + timeout_s
     log = unit_log(run)
@@ -211,12 +203,9 @@ def ensure_unit(
             return
         with open(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as output:
             process = subprocess.Popen(
-                [sys.executable, *program],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
+                [sys.executable, *program], stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,
-            )
+            )  # fmt: skip
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin:  # the key, which a command line would show
             process.stdin.write(msgspec.json.encode(config))
@@ -227,7 +216,9 @@ def ensure_unit(
                 if status is None:
                     process.kill()
                     process.wait()
-                raise DeadlineExceeded(f"the storage unit of this host {why}; its log, {log}, ends: {_end(log)}")
+                with contextlib.suppress(OSError):
+                    why += f"; its log, {log}, ends: {log.read_text(errors='replace')[-500:].strip()}"
+                raise DeadlineExceeded(f"the storage unit of this host {why}")
             time.sleep(PAUSE_S)
 
 
@@ -245,8 +236,7 @@ def remove_unit_log(run: str) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path, run: str, until: float) -> Iterator[None]:
-    lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
+    with open(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)) as lock:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -259,11 +249,3 @@ def _locked(path: Path, run: str, until: float) -> Iterator[None]:
                     ) from None
                 time.sleep(PAUSE_S)
         yield
-    finally:
-        os.close(lock)
-
-
-def _end(log: Path) -> str:
-    with contextlib.suppress(OSError):
-        return log.read_text(errors="replace")[-500:].strip()
-    return ""

@@ -19,7 +19,7 @@ from asyncflow_sdk.interfaces import HomeCatalog, PayloadStore, StorageHome, Sto
 from asyncflow_sdk.memory import GrowthNeeded
 from asyncflow_sdk.queue.stores.fetch import FetchPart, HomeFetcher, merge, split
 from asyncflow_sdk.queue.stores.homes import SERVER_MEMORY, HomeId, KnownHomes, home_of, segment_prefix
-from asyncflow_sdk.queue.stores.local import SharedStore, local_store
+from asyncflow_sdk.queue.stores.local import local_store
 from asyncflow_sdk.types import Column, ColumnSpec
 from asyncflow_sdk.types.blocks import Block, BlockSlices
 from asyncflow_sdk.types.ragged import Array
@@ -91,9 +91,7 @@ class BlockPayloadStore(PayloadStore):
                 return self._write(own, stored.space, stored.block.columns, True)
             except StoreUnavailable as error:
                 self._leave(own, error)
-        if isinstance(self._server_memory, SharedStore):
-            return self._server_memory.copy_of(stored.block, stored.space)
-        return self._server_memory.image_of(stored.block, stored.space)
+        return self._server_memory.copy_of(stored.block, stored.space)
 
     def discard(self, stored: StoredBlock) -> None:
         if stored.block is None or home_of(stored.block.segment) == SERVER_MEMORY:
@@ -156,7 +154,7 @@ class BlockPayloadStore(PayloadStore):
             homes = split(part, home_of)
             found = [(mine.rows, self._read_home(where, mine.slices, types)) for where, mine in homes.items()]
             for name in part.columns:
-                columns[name] = merge([(rows, each[name]) for rows, each in found], name)
+                columns[name] = merge([(rows, each[name]) for rows, each in found])
         return columns
 
     def _read_home(self, where: HomeId, slices: BlockSlices, schema: dict[str, ColumnSpec]) -> dict[str, Column]:
