@@ -1,8 +1,5 @@
 """ChunkCopier: the buckets of a version, copied and hashed by the publishing thread and one helper.
 
-    copier = ChunkCopier(bucket_bytes, digests, helper)
-    copier.open(memory); copier.add(name, source, dtype, start, stop); ...; copier.close(); copier.flush()
-
 Each thread takes the next bucket, copies it in pieces, and hashes each piece while it is in the
 core's cache: a hash from the cache costs a fraction of one from memory. Buckets that others copy (a
 device, threads of torch) are hashed by a background thread.
@@ -12,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 from collections import deque
 from concurrent.futures import Executor, Future, wait
 from typing import Any, NamedTuple
@@ -32,11 +28,6 @@ MANY_TENSORS = 8
 """The adding thread copies a bucket of more tensors: the helper would wait for the lock."""
 PIECE_BYTES = 512 << 10
 """Bytes hashed at a time: they are still in the cache."""
-
-
-def has_spare_core() -> bool:
-    """True if this process may use more than one core."""
-    return len(os.sched_getaffinity(0)) > 1
 
 
 class BucketDigests:
@@ -122,11 +113,8 @@ class _Bucket:
 
 
 class ChunkCopier:
-    """Copies one version. One thread calls it, in the order of the version's bytes.
-
-    ``digests`` receives each bucket's digest or its bytes; None: nothing is hashed. ``helper``: an executor with a
-    thread that copies, too; None: there is none. ``with_nan``: copied tensors with NaN.
-    """
+    """Copies one version, called by one thread, in the order of the version's bytes. ``digests``: of its buckets;
+    None: nothing is hashed. ``helper``: an executor with a thread that copies, too. ``with_nan``: tensors with NaN."""
 
     def __init__(self, bucket_bytes: int, digests: BucketDigests | None, helper: Executor | None) -> None:
         self._bucket_bytes, self._digests, self._helper = bucket_bytes, digests, helper

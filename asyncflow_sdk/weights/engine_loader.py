@@ -41,12 +41,9 @@ class EngineLoader:
         self._scores_probe = self._requires_probe or (can.logprobs and not running)
 
     async def load(self, update: StagedVersion) -> None:
-        """Load ``update`` and prove it. If the call is cancelled, the engine has stopped loading,
-        and the update is released.
-
-        Raises ConfigError for a missing probe, DeadlineExceeded, WeightMismatch, WeightError, and
-        the engine's errors.
-        """
+        """Load ``update`` and prove it. If the call is cancelled, the engine has stopped loading, and the update is
+        released. Raises ConfigError for a missing probe, DeadlineExceeded, WeightMismatch, WeightError, and the
+        engine's errors."""
         if self._requires_probe and update.probe is None:
             raise ConfigError(
                 f'version {update.version} carries no probe, and verify asks for one: leave "probe" out'

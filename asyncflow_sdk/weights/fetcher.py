@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -58,11 +58,8 @@ class VersionFetcher:
     async def fetch(
         self, announcement: cmd.Version, *, use_base: bool = False, interruptible: bool = False
     ) -> StagedVersion:
-        """Fetch a version, after the fetch in progress. ``interruptible``: ``interrupt`` may end it.
-
-        Raises the errors of receivers, ProtocolError for a broken announcement, and WeightMismatch
-        for parts that do not fit together.
-        """
+        """Fetch a version, after the fetch in progress. ``interruptible``: ``interrupt`` may end it. Raises the errors
+        of receivers, ProtocolError for a broken announcement, and WeightMismatch for parts that do not fit together."""
         async with self._lock:
             base = self._base.parts if use_base and self._base is not None else {}
             fetched: list[Fetched] = []
@@ -73,7 +70,11 @@ class VersionFetcher:
                     self._interruptible = receiver if interruptible else None
                     usable = base.get(rank) if receiver.keeps_base else None
                     fetched.append(await self._fetch_part(receiver, manifest, part.where, usable))
-                    self._report(fetched[-1].notes)
+                    for text in fetched[-1].notes:
+                        note = ev.Note(
+                            time_s=time.monotonic(), worker=self._connection.name, text=text, level="warning"
+                        )
+                        self._connection.report(note)
                 return StagedVersion(announcement, fetched, self._rename)
             except BaseException:
                 for each in fetched:
@@ -128,11 +129,6 @@ class VersionFetcher:
             work.add_done_callback(_release_result)
             raise
 
-    def _report(self, notes: Sequence[str]) -> None:
-        worker = self._connection.name
-        for text in notes:
-            self._connection.report(ev.Note(time_s=time.monotonic(), worker=worker, text=text, level="warning"))
-
     def _release_former_bases(self) -> None:
         while self._former_bases:
             self._former_bases.pop().release()
@@ -177,10 +173,8 @@ def _release_result(work: asyncio.Future[Fetched]) -> None:
 
 
 def run_in_thread(name: str, function: Callable[[], T]) -> asyncio.Future[T]:
-    """Run ``function`` in a new daemon thread, and return a future of its result.
-
-    The default executor would delay the end of the process until the call returns.
-    """
+    """Return a future of the result of ``function``, run in a new daemon thread: the default executor would delay the
+    end of the process until the call returns."""
     result: Future[T] = Future()
 
     def work() -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import itertools
 import operator
 import os
@@ -48,7 +47,8 @@ from ..types.config import validate_probe
 from ..types.defaults import FETCH_S
 from ..types.dtypes import check_floating
 from ..types.manifest import BUCKET_BYTES
-from .chunk_copier import BucketDigests, has_spare_core
+from .chunk_copier import BucketDigests
+from .fetcher import decode_manifest
 from .host import AUTO, host_of, make_transport
 from .writer import DtypePolicy, Rename, VersionWriter
 
@@ -56,18 +56,6 @@ _publishers = itertools.count()  # a session may open several, one after another
 _STABLE = {dict, OrderedDict, list, tuple, type({}.items()), type(OrderedDict().items())}
 """Types whose tensors all exist; exact types only: a subclass may create tensors while it is iterated."""
 _WANTED = "weights are a mapping of names to tensors, such as a state_dict(), or an iterable of such pairs"
-
-
-def check_publisher(transport: str, options: Mapping[str, Any]) -> None:
-    """Raise the errors of ``TransportPublisher(queue, transport, **options)`` in a process like
-    this one, as far as they are known before there is a run."""
-    own = inspect.signature(TransportPublisher).parameters
-    elsewhere = sorted(options.keys() & {"queue", "transport", "dtype"})
-    if elsewhere:
-        raise ConfigError(
-            f"{', '.join(map(repr, elsewhere))} is no option of a transport; give it beside the options"
-        )
-    make_transport(transport, **{name: value for name, value in options.items() if name not in own}).check()
 
 
 class TransportPublication(Publication):
@@ -198,10 +186,12 @@ class TransportPublisher(WeightPublisher):
             undo.callback(self._retire)
             self._sender = made.sender(host)
             undo.callback(self._sender.close)
-            kept = [part for _, part in opened.kept if part.transport == transport]
-            self._sender.adopt(
-                [(manifest, p.where) for p in kept if (manifest := _decode_or_none(p.manifest)) is not None]
-            )
+            kept: list[tuple[Manifest, bytes]] = []
+            for version, part in opened.kept:
+                if part.transport == transport:
+                    with contextlib.suppress(AsyncFlowError):  # a broken manifest of a former publisher
+                        kept.append((decode_manifest(version, rank, part), part.where))
+            self._sender.adopt(kept)
             undo.pop_all()
         self.current: int = opened.version
         """The newest version known here; of several ranks, the newest of this rank's parts."""
@@ -227,7 +217,7 @@ class TransportPublisher(WeightPublisher):
         self._stop_preparation()
         digests = BucketDigests(self._background) if self._digests else None
         writer = VersionWriter(
-            version, self._sender.room, digests, helper=self._background if has_spare_core() else None, dtype=self._dtype,
+            version, self._sender.room, digests, helper=self._background if len(os.sched_getaffinity(0)) > 1 else None, dtype=self._dtype,
             rename=self._rename, sizes=self._sizes,
         )  # fmt: skip
         self._delivery = None
@@ -379,13 +369,6 @@ class TransportPublisher(WeightPublisher):
             finally:
                 if delivery.done:
                     self._delivery = None
-
-
-def _decode_or_none(manifest: bytes) -> Manifest | None:
-    """Decode a former publisher's manifest; None if it is broken."""
-    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return msgspec.msgpack.decode(manifest, type=Manifest)
-    return None
 
 
 def version_number(version: Any) -> int:

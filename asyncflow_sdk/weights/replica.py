@@ -296,12 +296,10 @@ class ReplicaSubscriber:
             self._announced_newer.set()
 
     async def recover(self, loader: EngineLoader, error: Exception) -> None:
-        """Bring the engine back to a whole version after a load failed with ``error``: load the
-        former version again, or this one if the former is no longer kept.
-
-        Raises ``error`` if a retry cannot help (WeightMismatch, ConfigError); WeightError if neither version can be
-        loaded, or after GIVE_UP_AFTER failed loads in a row. Then the engine must not generate any more.
-        """
+        """Bring the engine back to a whole version after a load failed with ``error``: load the former version again,
+        or this one if the former is no longer kept. Raises ``error`` if a retry cannot help (WeightMismatch,
+        ConfigError); WeightError if neither version can be loaded, or after GIVE_UP_AFTER failed loads in a row. Then
+        the engine must not generate any more."""
         update, former = self._loading, self.loaded
         assert update is not None, "no version was taken"
         update.release()

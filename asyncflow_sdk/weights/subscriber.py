@@ -118,9 +118,11 @@ class TransportSubscriber(WeightSubscriber):
         self._connection = queue.connection
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run, name="asyncflow-weights", daemon=True).start()
-        options = {"rename": rename, "fetch_timeout_s": fetch_timeout_s}
+        self._replica = ReplicaSubscriber(
+            queue, loaded, asyncio.Event(), rename=rename, fetch_timeout_s=fetch_timeout_s
+        )
         try:
-            self._submit(self._start(queue, loaded, options)).result()
+            self._submit(self._replica.open()).result()
         except BaseException:
             self.close()
             raise
@@ -191,10 +193,6 @@ class TransportSubscriber(WeightSubscriber):
             raise AsyncFlowError("these weight updates are closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def _start(self, queue: QueueClient, loaded: int | None, options: dict[str, Any]) -> None:
-        self._replica = ReplicaSubscriber(queue, loaded, asyncio.Event(), **options)
-        await self._replica.open()
-
     async def _next(self) -> StagedUpdate:
         if self._current is not None:
             skipped, self._current = self._current, None
@@ -234,9 +232,8 @@ class TransportSubscriber(WeightSubscriber):
     async def _stop(self) -> None:
         self._current = None
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        if hasattr(self, "_replica"):
-            await self._replica.close()
-            await self._connection.wire.aclose_loop()
+        await self._replica.close()
+        await self._connection.wire.aclose_loop()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

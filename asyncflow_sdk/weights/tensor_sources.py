@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import SchemaError
-from ..types.dtypes import FLOATS, carrier, dtype_name, is_torch, storable
+from ..types.dtypes import carrier, dtype_name, is_torch, storable
 
 _INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F80 << 16, "float64": 0x7FF0 << 48}
 """Bits of infinity: a NaN has larger ones beside its sign."""
@@ -162,14 +162,3 @@ def _torch_identity(tensor: Any) -> tuple[tuple[Any, ...], Callable[[], bool]]:
     storage = tensor.untyped_storage()
     alive = sys.modules["torch"].multiprocessing.reductions.StorageWeakRef(storage)
     return ("torch", str(tensor.device), storage._cdata), lambda: not alive.expired()
-
-
-def check_conversion(name: str, dtype: str, wanted: str) -> None:
-    """Raise SchemaError unless tensors of ``dtype`` may be published as ``wanted``: floating-point
-    numbers as floating-point numbers."""
-    carrier(wanted)
-    if dtype != wanted and not {dtype, wanted} <= set(FLOATS):
-        raise SchemaError(
-            f"{dtype} is not converted to {wanted}: only floating-point numbers are, into such; leave {name!r} out of"
-            " the dtype policy"
-        )

@@ -20,12 +20,9 @@ Array = np.ndarray[Any, Any]
 
 
 class Update(WeightUpdate):
-    """``parts``: by rank. ``rename``: from the checkpoint's names to the engine's.
-
-    A tensor that lies whole in one part is a view. One in pieces is assembled when it is read, and
-    takes memory only then. Raises WeightMismatch for pieces that leave gaps, overlap or differ in
-    dtype, for tensors outside their chunk, and for one name with different bytes.
-    """
+    """``parts``: by rank. ``rename``: from the checkpoint's names to the engine's. A tensor that lies whole in one part
+    is a view. One in pieces is assembled when it is read, and takes memory only then. Raises WeightMismatch for pieces
+    that leave gaps, overlap or differ in dtype, for tensors outside their chunk, and for one name with other bytes."""
 
     def __init__(self, version: int, parts: Sequence[Fetched], rename: Callable[[str], str] | None = None) -> None:
         self.version = version

@@ -16,9 +16,10 @@ import msgspec
 from ..errors import MemoryFull, SchemaError, WeightMismatch
 from ..interfaces.weights import Room
 from ..types import Shard, TensorInfo
+from ..types.dtypes import FLOATS, carrier
 from ..types.manifest import BUCKET_BYTES, CHUNK_BYTES, FIRST_CHUNK_BYTES
 from .chunk_copier import BucketDigests, ChunkCopier
-from .tensor_sources import TensorSource, check_conversion, tensor_source
+from .tensor_sources import TensorSource, tensor_source
 
 ALIGN = 64
 DtypePolicy: TypeAlias = str | Callable[[str, str], str]
@@ -39,9 +40,8 @@ def padded(nbytes: int) -> int:
 
 
 class VersionWriter:
-    """Writes one version. ``room`` allocates the next chunk. ``digests`` collects those of the
-    buckets; None: nothing is hashed. ``helper``: an executor with a thread that may copy, too.
-    ``sizes``: the expected sizes of the chunks."""
+    """Writes one version. ``room`` allocates the next chunk. ``digests``, ``helper``: see ChunkCopier. ``sizes``: the
+    expected sizes of the chunks."""
 
     def __init__(
         self,
@@ -73,9 +73,9 @@ class VersionWriter:
         return tuple(self._tensors)
 
     def write(self, weights: Iterable[tuple[str, Any]], *, stable: bool = False) -> list[int]:
-        """Copy all tensors, and return the size of each chunk. Each tensor is released before the
-        next is requested, unless they are ``stable``: all exist, and do not change during the call.
-        Raises WeightMismatch, SchemaError, MemoryFull, and the errors of ``weights``."""
+        """Copy all tensors, and return the size of each chunk. Each tensor is released before the next is requested,
+        unless they are ``stable``: all exist, and do not change during the call. Raises WeightMismatch, SchemaError,
+        MemoryFull, and the errors of ``weights``."""
         try:
             for name, tensor in weights:
                 self._add(name, tensor)
@@ -136,7 +136,12 @@ class VersionWriter:
         if isinstance(self._dtype, str):
             return self._dtype if dtype in WIDE else dtype
         wanted = self._dtype(name, dtype)
-        check_conversion(name, dtype, wanted)
+        carrier(wanted)
+        if dtype != wanted and not {dtype, wanted} <= set(FLOATS):
+            raise SchemaError(
+                f"{dtype} is not converted to {wanted}: only floating-point numbers are, into such; leave {name!r} out"
+                " of the dtype policy"
+            )
         return wanted
 
     def _tied(self, info: TensorInfo, source: TensorSource) -> TensorInfo | None:

@@ -50,10 +50,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "a flipped bit": (
         lambda p: change(p / SECOND, -100), DigestMismatch, rf"version 2: bucket 0 of chunk 1 .*layer\.\d.*{SECOND}",
     ),
-    "a flipped bit in a header": (lambda p: change(p / FIRST, 30), DigestMismatch, f"header of .*{FIRST}.*layer.0"),
-    "a flipped bit in the length of a header": (lambda p: change(p / FIRST, 6), DigestMismatch, f"header of .*{FIRST}"),
+    "a flipped bit in a header": (lambda p: change(p / FIRST, 30), DigestMismatch, f"{FIRST} has another header.*layer.0"),
+    "a flipped bit in the length of a header": (lambda p: change(p / FIRST, 6), DigestMismatch, f"{FIRST} has another header"),
     "a flipped bit in the manifest": (
-        lambda p: change(p / "manifest.msgpack", 20), DigestMismatch, r"header of .*manifest.msgpack is not",
+        lambda p: change(p / "manifest.msgpack", 20), DigestMismatch, "manifest.msgpack has another header",
     ),
     "a truncated file": (
         lambda p: os.truncate(p / SECOND, 1000), DigestMismatch, rf"version 2: .*{SECOND} has 1000 bytes.*layer\.\d",
@@ -69,7 +69,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "a missing directory": (lambda p: p.rename(p.parent / "x"), VersionGone, "version 2 is no longer kept"),
     "files in the place of others": (swap_files, DigestMismatch, "version 2: "),
     "a file of another version": (take_from_another_version, DigestMismatch, "version 2: bucket 0 of chunk 0"),
-    "a symbolic link": (link_elsewhere, DigestMismatch, rf"version 2: .*{FIRST} is no regular file"),
+    "a symbolic link": (link_elsewhere, DigestMismatch, rf"version 2: .*{FIRST} is a symbolic link"),
     "a pipe": (turn_into_a_pipe, DigestMismatch, f"{SECOND} is no regular file"),
     "a directory": (turn_into_a_directory, DigestMismatch, f"{FIRST} is no regular file"),
     "a link in the place of the directory": (
@@ -142,7 +142,8 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(
     read = os.preadv
 
     def preadv(fd: int, views: Any, at: int) -> int:
-        os.truncate(path / "version-00000001" / FIRST, 5000)
+        if at:  # behind the headers, of which the sizes were right
+            os.truncate(path / "version-00000001" / FIRST, 5000)
         return read(fd, views, at)
 
     monkeypatch.setattr(os, "preadv", preadv)

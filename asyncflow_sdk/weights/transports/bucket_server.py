@@ -1,8 +1,4 @@
-"""BucketServer: answers requests for buckets of versions in this process's memory; the messages of both ends.
-
-server = BucketServer(host, insecure=False, delta_bytes=256 << 20)
-server.add(HeldVersion(manifest, chunks)); server.where     # the address for receivers
-"""
+"""BucketServer: answers requests for buckets of versions in this process's memory; the messages of both ends."""
 
 from __future__ import annotations
 

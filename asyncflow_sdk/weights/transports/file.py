@@ -292,16 +292,8 @@ class _VersionReader:
         """Return the verified chunks, in memory of ``pool``."""
         with self._opened(self._path, None, os.O_DIRECTORY) as directory:
             for file in self._files:  # before memory is allocated
-                self._check_size(directory, file)
-            for file in self._files:
                 with self._opened(file.name, directory) as fd:
-                    header = np.empty(len(file.header), np.uint8)
-                    self._read(fd, file.name, header, 0)
-                if header.tobytes() != file.header:
-                    raise DigestMismatch(
-                        f"{self._version}: the header of {self._path / file.name} is not that which was published"
-                        f"{self._tensors(file.name)}"
-                    )
+                    self._check_front(fd, file)
             chunks = pool.take([chunk.nbytes for chunk in self._manifest.chunks])
             try:
                 self._read_chunks(directory, chunks)
@@ -310,20 +302,19 @@ class _VersionReader:
                 raise
             return chunks
 
-    def _check_size(self, directory: int, file: TensorFile) -> None:
-        try:
-            found = os.stat(file.name, dir_fd=directory, follow_symlinks=False)
-        except OSError as error:
-            raise self._failed(self._path / file.name, error) from None
+    def _check_front(self, fd: int, file: TensorFile) -> None:
+        """Compare kind, size and header of a file with those of the published one."""
+        found, header = os.fstat(fd), np.empty(len(file.header), np.uint8)
+        about = f"{self._version}: {self._path / file.name}"
         if not stat.S_ISREG(found.st_mode):
-            raise DigestMismatch(
-                f"{self._version}: {self._path / file.name} is no regular file, but a link or the like"
-            )
+            raise DigestMismatch(f"{about} is no regular file")
         if found.st_size != file.nbytes:
             raise DigestMismatch(
-                f"{self._version}: {self._path / file.name} has {found.st_size} bytes, not the {file.nbytes} that were"
-                f" published{self._tensors(file.name)}"
+                f"{about} has {found.st_size} bytes, not the {file.nbytes} that were published{self._tensors(file.name)}"
             )
+        self._read(fd, file.name, header, 0)
+        if header.tobytes() != file.header:
+            raise DigestMismatch(f"{about} has another header than the published one{self._tensors(file.name)}")
 
     def _read_chunks(self, directory: int, chunks: Sequence[Bytes]) -> None:
         """Read all chunks in order, and verify each bucket soon after its last byte."""

@@ -11,7 +11,6 @@ smaller. The publisher never waits: memory being sent or read is pinned, and reu
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import threading
@@ -36,12 +35,9 @@ DELTA_BYTES = 256 << 20
 
 
 class TcpTransport(WeightTransport):
-    """Both ends, by the name ``tcp``.
-
-    ``listen``: the publisher's address; default: a free port of its host. ``insecure``: no keys, so
-    everyone with access to the address may fetch the weights. ``delta_bytes``: the publisher's
-    memory for deltas made for one replica and kept for others; 0: whole buckets only.
-    """
+    """Both ends, by the name ``tcp``. ``listen``: the publisher's address; default: a free port of its host.
+    ``insecure``: no keys, so everyone with access to the address may fetch the weights. ``delta_bytes``: the
+    publisher's memory for deltas made for one replica and kept for others; 0: whole buckets only."""
 
     def __init__(self, *, listen: str | None = None, insecure: bool = False, delta_bytes: int = DELTA_BYTES) -> None:
         if listen is not None and not listen.startswith("tcp://"):
@@ -59,16 +55,16 @@ class TcpTransport(WeightTransport):
 
 
 class TcpSender(WeightSender):
-    """Sends versions by a BucketServer. ``listen``, ``insecure``, ``delta_bytes``: see there."""
+    """Sends versions by a BucketServer."""
 
     def __init__(self, host: Host, *, listen: str | None, insecure: bool, delta_bytes: int) -> None:
         self._host = host
-        with contextlib.ExitStack() as undo:
-            self._memory = VersionMemory.private(host.name)
-            undo.callback(self._memory.close)
+        self._memory = VersionMemory.private(host.name)
+        try:
             self._buckets = BucketServer(host, listen=listen, insecure=insecure, delta_bytes=delta_bytes)
-            undo.callback(self._buckets.close)
-            undo.pop_all()
+        except BaseException:
+            self._memory.close()
+            raise
 
     def room(self, nbytes: int) -> SharedRoom:
         """See ``WeightSender.room``."""

@@ -16,8 +16,7 @@ from ...ledger.state.rows import MAX_COLUMNS
 from ...plugins import registry
 from ...types import Batch, Ragged, Sampling
 from ...types.config import LOCAL
-from ...weights import AUTO
-from ...weights.publisher import check_publisher
+from ...weights import AUTO, TransportPublisher, make_transport
 from ...wire import transport_of
 from ..data import cut_prompts
 from ..evaluation import EVALUATION
@@ -339,6 +338,17 @@ def _check_capacity(plan: Plan, needed: int, problems: Problems) -> None:
         )
 
 
+def _check_publisher(plan: Plan) -> None:
+    """Raise the errors of the trainer's publisher in a process like this one, as far as they are known."""
+    own, options = inspect.signature(TransportPublisher).parameters, plan.weights.options
+    elsewhere = sorted(options.keys() & {"queue", "transport", "dtype"})
+    if elsewhere:
+        raise ConfigError(
+            f"{', '.join(map(repr, elsewhere))} is no option of a transport; give it beside the options"
+        )
+    make_transport(plan.transport, **{name: value for name, value in options.items() if name not in own}).check()
+
+
 def _check_weights(plan: Plan) -> None:
     replicas = sum(rollout.replicas for rollout in plan.rollouts)
     if plan.weights.quorum > replicas:
@@ -351,7 +361,7 @@ def _check_weights(plan: Plan) -> None:
         not place.elsewhere and not place.env and is_checked_here("train")
     )  # the trainer's process has the same environment
     if here and plan.transport != AUTO:  # else the choice has reported why
-        check_publisher(plan.transport, plan.weights.options)
+        _check_publisher(plan)
     temperature = plan.train.options.get("temperature", 1.0)
     if plan.weights.probe and temperature != 1.0:
         raise ConfigError(
