@@ -15,23 +15,7 @@ from .subscriber import StagedUpdate, TransportSubscriber
 from .update import Update
 
 __all__ = [
-    "AUTO",
-    "BufferPool",
-    "EngineLoader",
-    "ReplicaSubscriber",
-    "Restoration",
-    "StagedUpdate",
-    "StagedVersion",
-    "TransportPublication",
-    "TransportPublisher",
-    "TransportSubscriber",
-    "Update",
-    "check_held",
-    "check_names",
-    "check_probe",
-    "fetch_version",
-    "get_restoration",
-    "host_of",
-    "make_transport",
-    "pack_restoration",
-]
+    "AUTO", "BufferPool", "EngineLoader", "ReplicaSubscriber", "Restoration", "StagedUpdate", "StagedVersion",
+    "TransportPublication", "TransportPublisher", "TransportSubscriber", "Update", "check_held", "check_names",
+    "check_probe", "fetch_version", "get_restoration", "host_of", "make_transport", "pack_restoration",
+]  # fmt: skip

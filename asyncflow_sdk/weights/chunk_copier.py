@@ -20,14 +20,10 @@ from ..types import carrier
 from ..types.manifest import digest
 from .tensor_sources import TensorSource, has_nan
 
-SPAN_BUCKETS = 8
-"""Buckets of a large tensor that others copy before their digests are requested."""
-HELPER_BUCKETS = 1
-"""Buckets left to the helper while more are added: only adding holds the interpreter lock."""
-MANY_TENSORS = 8
-"""The adding thread copies a bucket of more tensors: the helper would wait for the lock."""
-PIECE_BYTES = 512 << 10
-"""Bytes hashed at a time: they are still in the cache."""
+SPAN_BUCKETS = 8  # buckets of a large tensor that others copy before their digests are requested
+HELPER_BUCKETS = 1  # buckets left to the helper while more are added: only adding holds the interpreter lock
+MANY_TENSORS = 8  # the adding thread copies a bucket of more tensors: the helper would wait for the lock
+PIECE_BYTES = 512 << 10  # bytes hashed at a time: they are still in the cache
 
 
 class BucketDigests:

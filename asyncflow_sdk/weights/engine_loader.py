@@ -17,8 +17,7 @@ from ..types.manifest import digest
 from ..types.validation import check_types
 from .fetcher import StagedVersion, run_in_thread
 
-LOAD_S = 3600.0
-"""Default limit of one load, and of scoring one probe (seconds)."""
+LOAD_S = 3600.0  # default limit of one load, and of scoring one probe (seconds)
 T = TypeVar("T")
 _SHOWN = 10
 

@@ -23,8 +23,7 @@ from ..types.config import validate_probe
 from .host import host_of, make_transport
 from .update import Update
 
-CLOSE_S = 5.0
-"""Longest wait for an interrupted fetch (seconds)."""
+CLOSE_S = 5.0  # longest wait for an interrupted fetch (seconds)
 _host_numbers = itertools.count()
 T = TypeVar("T")
 

@@ -45,8 +45,7 @@ POLL_S = 60.0
 """Duration of one request. A step may take hours, but a lost server must be noticed."""
 RETRY_S = 0.5
 RETRY_MOST_S = 30.0
-GIVE_UP_AFTER = 5
-"""Loads that may fail one after another before a replica ends."""
+GIVE_UP_AFTER = 5  # loads that may fail one after another before a replica ends
 RETRYABLE = (VersionGone, DigestMismatch, WireError, DeadlineExceeded, MemoryFull, OSError)
 """Errors of a fetch that another attempt may not have."""
 

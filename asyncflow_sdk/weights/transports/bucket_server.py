@@ -20,10 +20,8 @@ from . import delta
 
 DELTA_THREADS = 2
 RAW, DELTA = 0, 1
-ANSWER_BYTES = 8 << 20
-"""An answer of so many bytes gets no further bucket."""
-MOST_BUCKETS = 256
-"""Limit of a request."""
+ANSWER_BYTES = 8 << 20  # an answer of so many bytes gets no further bucket
+MOST_BUCKETS = 256  # limit of a request
 
 
 class TcpAddress(msgspec.Struct, frozen=True, array_like=True):

@@ -28,10 +28,8 @@ from ...errors import ProtocolError
 Bytes = npt.NDArray[np.uint8]
 Words = np.ndarray[Any, np.dtype[Any]]
 
-SPARSE = 0.4
-"""The largest share of changed words in a sparse code; above it dense codes are as small."""
-WORTH = 0.9
-"""The largest useful code, as a share of its bucket."""
+SPARSE = 0.4  # the largest share of changed words in a sparse code; above it dense codes are as small
+WORTH = 0.9  # the largest useful code, as a share of its bucket
 _HEAD = struct.Struct("<BBxxII")  # kind, width; bytes of the bucket, words in the code
 _LENGTH = struct.Struct("<I")
 _SPARSE, _DENSE = 1, 2

@@ -24,14 +24,10 @@ from .bucket_server import DELTA, RAW, Get, GetReply, TcpAddress, decode, encode
 
 THREADS = 2
 """ZeroMQ has as many. With more, memory of messages is returned to the system and faults in again."""
-SILENCE_S = 60.0
-"""Longest wait for one answer of a publisher."""
-AT_ONCE = 16
-"""Largest number of buckets in a request."""
-FEW_BYTES = 4 << 20
-"""After a larger answer, the next request has fewer buckets."""
-PIECE = 512 << 10
-"""Bytes copied at once: they are hashed while they are in the cache."""
+SILENCE_S = 60.0  # longest wait for one answer of a publisher
+AT_ONCE = 16  # largest number of buckets in a request
+FEW_BYTES = 4 << 20  # after a larger answer, the next request has fewer buckets
+PIECE = 512 << 10  # bytes copied at once: they are hashed while they are in the cache
 _SLACK_BYTES = 64 << 10
 _log = logging.getLogger(__name__)
 
