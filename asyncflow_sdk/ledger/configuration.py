@@ -10,13 +10,12 @@ from ..errors import ConfigError
 from ..types.tasks import TaskSpec
 from . import commands as cmd
 from .assembly import StepAssembly
-from .commands import SamplerTraits
 from .samplers import TaskSamplers
 from .staleness import StalenessControl, StalenessRule
 from .state import LedgerState
 from .state.rows import LEAST, MAX_NUMBER
 from .state.steps import Window
-from .state.tasks import APART, WAITING, Task
+from .state.tasks import APART, WAITING
 
 OTHERS = "*"
 """Stands for all partitions not named by a task."""
@@ -65,7 +64,17 @@ class QueueConfiguration:
         self._samplers.check(spec, sampling)
         if spec.grouped:
             self._assembly.cancel_broken_groups(spec)
-        task = self._add(command, sampling)
+        columns, need = self._state.columns, np.uint64(0)
+        for column in spec.needs:
+            need |= columns.bit(column)
+        for column in spec.gives:
+            columns.bit(column)
+        for name in spec.partitions:
+            if name != OTHERS:
+                self._state.partitions.add(name)
+        task = self._state.tasks.add(spec, need, sampling)  # live rows that it does not take become APART in it
+        if sampling.measure and columns.declare_measure(sampling.measure) and command.measures:
+            columns.measure(columns.having(sampling.measure), {sampling.measure: command.measures}, slice(None))
         rows, steps, limits = self._state.rows, self._state.steps, self._state.limits
         live = rows.live_ids()
         live = live[task.state[rows.at(live)] != APART]
@@ -85,22 +94,6 @@ class QueueConfiguration:
             state = steps.task.state[rows.at(live)]
             task.skip(live[(state != WAITING) & (state != APART)])
         return cmd.Done()
-
-    def _add(self, command: cmd.Declare, sampling: SamplerTraits) -> Task:
-        """Add a task. Live rows of partitions it does not take become APART in it."""
-        spec, columns = command.task, self._state.columns
-        need = np.uint64(0)
-        for column in spec.needs:
-            need |= columns.bit(column)
-        for column in spec.gives:
-            columns.bit(column)
-        for name in spec.partitions:
-            if name != OTHERS:
-                self._state.partitions.add(name)
-        task = self._state.tasks.add(spec, need, sampling)
-        if sampling.measure and columns.declare_measure(sampling.measure) and command.measures:
-            columns.measure(columns.having(sampling.measure), {sampling.measure: command.measures}, slice(None))
-        return task
 
     def _check(self, spec: TaskSpec, rule: StalenessRule) -> None:
         """Raise ConfigError for a task in conflict with the others."""

@@ -54,7 +54,12 @@ class RankGroups:
             for other in asked:
                 replaced = rank == command.rank and other.session < session.id
                 if not replaced and other.command.token == command.token:  # not for a part of another lease
-                    _check_alike(who, command, other.command, self._sessions.name(other.session))
+                    for field in ("world_size", "shards", "count", "at_least", "partition", "parts"):
+                        mine, theirs = getattr(command, field), getattr(other.command, field)
+                        if mine != theirs:
+                            name = f"rank {rank} ({self._sessions.name(other.session)})"
+                            text = f"{who} asks with {field}={mine!r}, and {name} with {theirs!r}"
+                            raise ConfigError(f"{text}; all ranks of a group must ask alike")
                     return  # the others are alike
 
     def lease(self, session: Session, task: Task, command: cmd.LeaseRows, grant: Grant | None) -> cmd.Reply | None:
@@ -244,12 +249,3 @@ def _shard_of(whole: cmd.Leased, part: DealtPart, rank: int, world_size: int, of
         world_size=world_size, shard=shard, shards=part.shards, imbalance=off,
         completed_at=pack_ids(unpack_ids(whole.completed_at)[span]) if whole.step != NONE else b"",
     )  # fmt: skip
-
-
-def _check_alike(who: str, one: cmd.LeaseRows, other: cmd.LeaseRows, name: str) -> None:
-    for field in ("world_size", "shards", "count", "at_least", "partition", "parts"):
-        if getattr(one, field) != getattr(other, field):
-            raise ConfigError(
-                f"{who} asks with {field}={getattr(one, field)!r}, and rank {other.rank} ({name}) with"
-                f" {getattr(other, field)!r}; all ranks of a group must ask alike"
-            )

@@ -110,7 +110,7 @@ class Replicas:
         self._check_published(command.version)
         transfer = {name: getattr(command, name) for name in ("seconds", "moved", "encoding", "skipped")}
         self.update(session, command.version, "staged", **transfer)
-        self._wake_swap(session)
+        self._context.wake_session("swap", session.id)  # its request may have to be refused
         self.commit()
         return cmd.Done()
 
@@ -164,7 +164,7 @@ class Replicas:
         self._check_published(command.version)
         self.update(session, command.version, "failed", command.reason)
         self._wake_uncommitted()
-        self._wake_swap(session)
+        self._context.wake_session("swap", session.id)  # its request may have to be refused
         self._end_swap(session.id)
         return cmd.Done()
 
@@ -240,11 +240,6 @@ class Replicas:
         load would retry the requests of all."""
         if self._state.limits.quorum and self._versions.committed != self._versions.current:
             self._context.wake("version")
-
-    def _wake_swap(self, session: Session) -> None:
-        """Retry the session's parked request to load a version: it may have to be refused."""
-        if any(isinstance(self._state.parked.by_ticket[ticket].command, cmd.Swap) for ticket in session.parked):
-            self._context.wake("swap")
 
     def _end_swap(self, session: int) -> None:
         if self.swapping.pop(session, None) is not None:
