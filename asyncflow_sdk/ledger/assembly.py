@@ -22,6 +22,7 @@ class StepAssembly:
 
     def __init__(self, state: LedgerState, staleness: StalenessControl, terminations: Terminations) -> None:
         self._state, self._staleness, self._terminations = state, staleness, terminations
+        self._rows, self._tasks, self._steps, self._versions = state.rows, state.tasks, state.steps, state.versions
 
     def make_ready_new(self, takers: list[Task], ids: Ids, have: int) -> None:
         """Hand new rows of a partition with some columns to the tasks of that partition."""
@@ -32,24 +33,24 @@ class StepAssembly:
 
     def make_ready(self, ids: Ids, before: Any, written: int) -> None:
         """Hand rows with columns ``before``, and now ``written``, too, to each task whose needs are now met."""
-        for task in sorted(self._state.tasks, key=attrgetter("makes_steps")):
+        for task in sorted(self._tasks, key=attrgetter("makes_steps")):
             need = int(task.need)
             if need & written:
                 others = np.uint64(need & ~written)
-                fresh = ((before & others) == others) & (task.state[ids - self._state.rows.base] != APART)
+                fresh = ((before & others) == others) & (task.state[ids - self._rows.base] != APART)
                 if True in fresh:
                     self._ready(task, ids[fresh])
 
     def make_ready_in(self, task: Task, ids: Ids) -> None:
         """Hand rows to a new task, if its needs are met."""
-        at = self._state.rows.at(ids)
-        fresh = ((self._state.rows.columns[at] & task.need) == task.need) & (task.state[at] != APART)
+        at = self._rows.at(ids)
+        fresh = ((self._rows.columns[at] & task.need) == task.need) & (task.state[at] != APART)
         if fresh.any():
             self._ready(task, ids[fresh])
 
     def cancel_broken_groups(self, spec: TaskSpec) -> None:
         """Cancel groups with ended rows before a task is declared: they never become whole in it."""
-        rows, partitions = self._state.rows, self._state.partitions
+        rows, partitions = self._rows, self._state.partitions
         for number, ids in partitions.split(rows.live_ids()):
             if spec.takes(partitions.names[number]):
                 _, group, present = np.unique(rows.first[rows.at(ids)], return_inverse=True, return_counts=True)
@@ -59,10 +60,10 @@ class StepAssembly:
 
     def refill(self) -> None:
         """Update the open step: evict late rows and select ready ones."""
-        excused, steps = self._terminations.excused, self._state.steps
+        excused, steps = self._terminations.excused, self._steps
         while excused:  # groups no longer wait for rows that ended before they became ready
             name, ids = excused.pop()
-            self._ready(self._state.tasks[name], ids[self._state.rows.at(ids) >= 0])
+            self._ready(self._tasks[name], ids[self._rows.at(ids) >= 0])
         if not steps.declared:
             return
         while steps.just_closed or steps.reselect:
@@ -80,30 +81,28 @@ class StepAssembly:
 
     def supply_ended(self) -> bool:
         """True if no more rows for steps can be put."""
-        return self._state.partitions.ended or (self._state.steps.declared and self._state.steps.task.closed)
+        return self._state.partitions.ended or (self._steps.declared and self._steps.task.closed)
 
     def can_lose(self) -> bool:
         """True if rows of steps may be lost with a home: then their feeder puts them again."""
-        steps = self._state.steps
-        if not (steps.declared and self._state.homes.expected):
+        if not (self._steps.declared and self._state.homes.expected):
             return False
-        batch_rows = steps.window.batch_rows
-        last = steps.unselected + batch_rows - steps.window.free  # outside full steps
-        return last >= batch_rows or sum(steps.task.unfinished.values()) > last
+        window, task = self._steps.window, self._steps.task
+        last = self._steps.unselected + window.batch_rows - window.free  # outside full steps
+        return last >= window.batch_rows or sum(task.unfinished.values()) > last
 
     def _ready(self, task: Task, ids: Ids) -> None:
         ids = task.ready(ids)
         if not task.makes_steps or not ids.size:
             return
-        if (rollout := self._state.tasks.admitting) is not None:
-            rows = self._state.rows
-            rollout.skip(ids[rows.deadline[rows.at(ids)] == NONE])
-        self._state.steps.push(ids)
+        if (rollout := self._tasks.admitting) is not None:
+            rollout.skip(ids[self._rows.deadline[self._rows.at(ids)] == NONE])
+        self._steps.push(ids)
         self._select()
 
     def _select(self) -> None:
         """Fill the step with ready groups, earliest deadline first, as far as the policy allows."""
-        steps, window = self._state.steps, self._state.steps.window
+        steps, window = self._steps, self._steps.window
         moved = True
         while moved and not window.finished:
             moved = False
@@ -111,7 +110,7 @@ class StepAssembly:
                 if not steps.ready[deadline]:
                     continue
                 room = self._staleness.selectable(deadline)
-                ids = steps.ready[deadline].take_groups(room, room)
+                ids = steps.ready[deadline].take(room, room)
                 if not ids.size:
                     continue
                 steps.select(ids, deadline)
@@ -123,18 +122,18 @@ class StepAssembly:
                     self._state.context.wake(steps.task.place)
 
     def _close_step(self) -> None:
-        steps = self._state.steps
+        steps = self._steps
         steps.close(checkpoints=self._state.limits.checkpoints, bounded=self._staleness.rule.bounded)
         self._state.context.wake(steps.task.place, "put", "wanted")
         if steps.window.finished:
-            live = self._state.rows.live_ids()
-            unselected = live[steps.unselected_at(self._state.rows.at(live))]
+            live = self._rows.live_ids()
+            unselected = live[steps.unselected_at(self._rows.at(live))]
             self._terminations.end_groups(unselected, CANCELLED, "more than the steps needed")
             self._state.parked.wake_all()
 
     def _evict(self) -> None:
         """Expire rows too late for the open step, also while they are generated."""
-        steps, rows, rule = self._state.steps, self._state.rows, self._staleness.rule
+        steps, rows, rule = self._steps, self._rows, self._staleness.rule
         if steps.window.finished or not steps.window.under_way or not (late := self._staleness.late()):
             return
         live = rows.live_ids()
@@ -147,7 +146,7 @@ class StepAssembly:
 
     def _cancel_remainder(self) -> None:
         """Cancel rows too few to fill the open step, the last one of an ended stream."""
-        steps, rows = self._state.steps, self._state.rows
+        steps, rows = self._steps, self._rows
         live = rows.live_ids()
         at = rows.at(live)
         remainder = steps.unselected_at(at) | (rows.step[at] == steps.window.step)
@@ -159,14 +158,12 @@ class StepAssembly:
     def version_of(self, step: int) -> int:
         """Return the version that a step trains. It is no lower than the version announced to its holder, nor than
         implied by versions announced to holders of earlier steps, when the offset may have been larger."""
-        told = (
-            grant.newest + step - grant.step for grant in self._state.steps.task.leases.values() if grant.step <= step
-        )
-        return max([self._state.versions.lineage.version(step), *told])
+        told = (grant.newest + step - grant.step for grant in self._steps.task.leases.values() if grant.step <= step)
+        return max([self._versions.lineage.version(step), *told])
 
     def in_training(self) -> int:
         """Return the first step with an unpublished update."""
-        steps, versions = self._state.steps, self._state.versions
+        steps, versions = self._steps, self._versions
         step, waiting = steps.next_to_train(), {step for step, _ in steps.closed}
         last = steps.window.step
         while versions.current > versions.lineage.version(step) and step + 1 < last and step + 1 not in waiting:
@@ -175,16 +172,16 @@ class StepAssembly:
 
     def lease(self, step: int) -> None:
         """Note that a step is leased. If its update is current, it trains the next version."""
-        versions = self._state.versions
+        versions = self._versions
         if versions.current > versions.lineage.version(step):
             versions.lineage.add(versions.current + 1, versions.current, step + 1, resumed=step)
 
     def place(self, version: int) -> None:
         """Note that a version becomes current. It is trained by the step after the one in training,
         or by an earlier one; the first version by the first step."""
-        if not self._state.steps.declared:
+        if not self._steps.declared:
             return
-        versions, step = self._state.versions, self.in_training()
+        versions, step = self._versions, self.in_training()
         most = step if versions.current == NONE else min(versions.lineage.step(version), step + 1)
         if versions.lineage.step(version) != most:
             versions.lineage.add(version, version - 1, most)
@@ -192,7 +189,7 @@ class StepAssembly:
     def acknowledge(self, grant: Grant) -> None:
         """Note that a step is acknowledged. If its update was never published (the step was leased
         before a rollback, or trained again), the next step trains the current version."""
-        versions = self._state.versions
+        versions = self._versions
         lineage, last = versions.lineage, versions.lineage.last
         if versions.current != last.first:
             return
@@ -204,5 +201,5 @@ class StepAssembly:
         else:
             lost = before and grant.newest < versions.current
         if lost:
-            last.lower(versions.current - self._state.steps.next_to_train())
-            self._state.tasks.wake_replicas()
+            last.lower(versions.current - self._steps.next_to_train())
+            self._tasks.wake_replicas()

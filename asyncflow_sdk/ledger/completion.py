@@ -28,6 +28,7 @@ class RowCompletion:
 
     def __init__(self, state: LedgerState, terminations: Terminations, assembly: StepAssembly) -> None:
         self._state, self._terminations, self._assembly = state, terminations, assembly
+        self._rows, self._tasks, self._leases, self._steps = state.rows, state.tasks, state.leases, state.steps
 
     def complete(self, grant: Grant, part: Ids, command: cmd.Complete) -> cmd.Completed:
         """Write and acknowledge rows, all or nothing. Positions in the command are in ``part``."""
@@ -75,25 +76,25 @@ class RowCompletion:
     def consume(self, ids: Ids, at: Ids) -> None:
         """End rows completed by all tasks, if one of these gives no columns. Rows of uncovered
         steps are held. ``at``: the array indices of ``ids``."""
-        rows, partitions = self._state.rows, self._state.partitions
+        rows, partitions = self._rows, self._state.partitions
         over = rows.todo[at] == 0
         if True not in over:
             return
         over &= rows.state[at] == LIVE
         if self._state.limits.checkpoints:
-            held = over & (rows.step[at] >= self._state.steps.covered)
+            held = over & (rows.step[at] >= self._steps.covered)
             if held.any():
                 self._state.budget.hold(int(np.count_nonzero(held)))
                 over &= ~held
                 self._state.context.wake("put")
         for partition, done in partitions.split(ids[over]):
-            if any(not task.spec.gives for task in self._state.tasks.takers(partitions.names[partition])):
+            if any(not task.spec.gives for task in self._tasks.takers(partitions.names[partition])):
                 self._terminations.finish(done, CONSUMED, through=partition)
 
     def skip(self, ids: Ids, reason: str) -> None:
         """Make rows done in all their tasks."""
-        at = self._state.rows.at(ids)
-        for task in self._state.tasks:
+        at = self._rows.at(ids)
+        for task in self._tasks:
             open_ids = ids[task.state[at] < DONE]
             self._terminations.withdraw(task, open_ids, task.skip(open_ids))
         self._terminations.note_skipped(ids.size, reason)
@@ -103,7 +104,7 @@ class RowCompletion:
         """Return rows to their task; a step returns whole. With ``blame`` they are leased with fewer others next.
         A row, or group of a task with whole groups, fails with its group if it lost too many leases, the last one
         by itself. ``lost``: how many a lost session held, at least."""
-        task, rows = self._state.tasks[grant.task], self._state.rows
+        task, rows = self._tasks[grant.task], self._rows
         if task.spec.batch_rows is not None:
             self._terminations.give_back_step(grant, reason)
             return
@@ -111,7 +112,7 @@ class RowCompletion:
             return
         self._terminations.note_return(grant, ids, reason)
         task.give_back(ids, blame=blame)
-        self._state.leases.release(grant, ids.size)
+        self._leases.release(grant, ids.size)
         if blame:
             self._state.dead_letters.blame(rows.first[rows.at(ids)], f"{grant.task}: {reason}")
             units = max(lost, len(np.unique(task.units(ids))))
@@ -125,16 +126,16 @@ class RowCompletion:
 
     def void(self, grant: Grant, reason: str, *, blame: bool, lost: int = 1) -> None:
         """Return all rows of a lease and end it. ``lost``: an argument of ``give_back``."""
-        ids = self._state.leases.outstanding(grant)
+        ids = self._leases.outstanding(grant)
         self.give_back(grant, ids, reason, blame=blame, lost=lost)
-        self._state.leases.remove(grant)
-        if blame and self._state.tasks[grant.task].spec.batch_rows is None:
-            firsts = self._state.rows.first[self._state.rows.at(ids)]
+        self._leases.remove(grant)
+        if blame and self._tasks[grant.task].spec.batch_rows is None:
+            firsts = self._rows.first[self._rows.at(ids)]
             self._state.dead_letters.note_lost(self._state.sessions.name(grant.session), firsts)
 
     def check_delivered(self, grant: Grant) -> None:
         """Raise SchemaError unless all parts of a step in parts are delivered."""
-        if not self._state.steps.delivered_whole(grant):
+        if not self._steps.delivered_whole(grant):
             raise SchemaError(
                 f"step {grant.step} is not delivered whole: lease {grant.token} has {len(grant.ids)} rows of it, in"
                 f" {grant.parts} parts; get the others before it is acknowledged"
@@ -180,14 +181,14 @@ class RowCompletion:
         """End rows dropped by a task; rows of an uncovered step end when a checkpoint covers it."""
         if not task.makes_steps:
             self._terminations.end_groups(dropped, FILTERED, f"filtered by task {grant.task!r}")
-        elif not self._state.limits.checkpoints or grant.step < self._state.steps.covered:
+        elif not self._state.limits.checkpoints or grant.step < self._steps.covered:
             self._terminations.finish(dropped, FILTERED, NO_GRADIENT)
         else:
-            self._state.steps.end_later(dropped, FILTERED)
+            self._steps.end_later(dropped, FILTERED)
 
     def _fail_spent(self, task: Task, ids: Ids, reason: str, most: int) -> Ids:
         """Fail rows that lost ``most`` leases, with their groups. Return those still ready."""
-        rows, name = self._state.rows, task.spec.name
+        rows, name = self._rows, task.spec.name
         spent = task.spent(ids, most)
         if not spent.size:
             return ids
@@ -203,7 +204,7 @@ class RowCompletion:
 
     def _add_dead_letters(self, ids: Ids, task: str) -> None:
         """Keep dead letters of failing groups, except groups in a full step."""
-        rows, steps, partitions = self._state.rows, self._state.steps, self._state.partitions
+        rows, steps, partitions = self._rows, self._steps, self._state.partitions
         if steps.declared:
             ids = ids[steps.not_closed(rows.at(ids))]
         for first in np.unique(rows.first[rows.at(ids)]).tolist():
@@ -215,7 +216,7 @@ class RowCompletion:
 
     def _return_admitted(self, task: Task, ids: Ids) -> None:
         """Withdraw the admission of untouched groups; of others, queue missing rows again."""
-        rows, steps, versions = self._state.rows, self._state.steps, self._state.versions
+        rows, steps, versions = self._rows, self._steps, self._state.versions
         trained = steps.takes(rows.at(ids))
         versions.withdraw(rows.at(ids[~trained]))
         task.return_to_queue(ids[~trained])

@@ -143,7 +143,7 @@ class TaskSamplers:
         if task.sampling.chooses:
             ids = self._sampled(task, queue, count, room)
         else:
-            ids = queue.take_groups(count, room) if task.whole_groups else queue.take(count)
+            ids = queue.take(count, room if task.whole_groups else None)
         if not len(ids):
             return NO_ROWS
         if len(ids) < at_least:
@@ -163,7 +163,7 @@ class TaskSamplers:
 
     def _sampled(self, task: Task, queue: ReadyQueue, count: int, room: int) -> Ids:
         most = max(task.sampling.window, count)
-        window = queue.take_groups(most, MAX_NUMBER) if task.whole_groups else queue.take(most)
+        window = queue.take(most, MAX_NUMBER if task.whole_groups else None)
         if not len(window):
             return window
         chosen = NO_ROWS

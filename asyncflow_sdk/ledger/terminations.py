@@ -8,7 +8,7 @@ from ..types import events as ev
 from ..types.reports import TERMINAL
 from .commands import Ids
 from .state import LedgerState
-from .state.rows import LIVE, NONE
+from .state.rows import NONE
 from .state.sessions import Grant
 from .state.tasks import Task
 
@@ -24,45 +24,42 @@ class Terminations:
 
     def __init__(self, state: LedgerState) -> None:
         self._state = state
+        self._rows, self._tasks, self._leases, self._steps = state.rows, state.tasks, state.leases, state.steps
         self.reasons: Counter[str] = Counter()
         self.excused: list[tuple[str, Ids]] = []
 
     def end_groups(self, ids: Ids, state: int, reason: str) -> int:
         """End rows outside full steps, with their groups. Return the number of ended rows."""
-        rows, steps = self._state.rows, self._state.steps
-        ids = rows.members(ids) if ids.size else ids
-        at = rows.at(ids)
-        live = rows.state[at] == LIVE
-        ids = ids[live & steps.not_closed(at)] if steps.declared else ids[live]
-        if not ids.size:
-            return 0
-        if steps.declared:
-            steps.withdraw(ids)
-            steps.remove_from_open(ids)
-        self.finish(ids, state, reason)
+        ids = self._rows.live(self._rows.members(ids) if ids.size else ids)
+        if self._steps.declared:
+            ids = ids[self._steps.not_closed(self._rows.at(ids))]
+        if ids.size:
+            if self._steps.declared:
+                self._steps.remove(ids)
+            self.finish(ids, state, reason)
         return ids.size
 
     def finish(self, ids: Ids, state: int, reason: str = "", *, through: int | None = None) -> None:
         """End rows. ``through``: their partition, if all tasks that take it have completed them."""
-        rows, context, partitions = self._state.rows, self._state.context, self._state.partitions
-        at, ended = rows.at(ids), TERMINAL[state - 1]
+        context, partitions = self._state.context, self._state.partitions
+        at, ended = self._rows.at(ids), TERMINAL[state - 1]
         given, reason = reason, self.shortened(ended, reason)
         for number, part in partitions.split(ids):
             context.publish(self._state.metrics.ended_event(part, partitions.names[number], ended, reason))
         broken: list[tuple[Grant, Ids]] = []
         if through is None:
-            for task in self._state.tasks:
+            for task in self._tasks:
                 broken += self.withdraw(task, ids, task.leave(ids))
         else:
-            for task in self._state.tasks.takers(partitions.names[through]):
+            for task in self._tasks.takers(partitions.names[through]):
                 task.forget(through, ids.size)
         self._state.columns.count(ids)
-        if self._state.steps.declared:
-            self._state.steps.leave(at)
-        rows.finish(ids, state)
+        if self._steps.declared:
+            self._steps.leave(at)
+        self._rows.finish(ids, state)
         self._state.budget.release(at)
         if self._state.dead_letters.blamed:
-            self._state.dead_letters.forget(rows.first[at])
+            self._state.dead_letters.forget(self._rows.first[at])
         context.effects.retired.append(ids)
         if reason:
             self.reasons[f"{ended}: {reason}"] += ids.size
@@ -76,29 +73,30 @@ class Terminations:
         waited, tokens = left
         if task.sampling.whole_groups and waited.size:
             self.excused.append((task.spec.name, waited))
-        return self._state.leases.lose_rows(ids, tokens)
+        return self._leases.lose_rows(ids, tokens)
 
     def give_back_step(self, grant: Grant, reason: str) -> None:
         """Return the rows of a step to it, and end its lease. The parts of a step in parts stay as
         they are, for the next lease."""
-        steps, task = self._state.steps, self._state.tasks[grant.task]
-        ids = self._state.leases.outstanding(grant)
+        steps, task = self._steps, self._tasks[grant.task]
+        ids = self._leases.outstanding(grant)
         if ids.size:
             self.note_return(grant, ids, reason)
             task.give_back(ids)
-            self._state.leases.release(grant, ids.size)
+            self._leases.release(grant, ids.size)
             if grant.parts == NONE and ids.size < len(grant.ids):
                 steps.parts.pop(grant.step, None)  # a part of it was acknowledged under a whole lease
             steps.take_back(grant.step, ids)
         if grant.parts != NONE:
-            self._state.leases.note_void(grant.token, reason)
+            self._leases.note_void(grant.token, reason)
         self._state.context.wake(task.place)
 
     def note_return(self, grant: Grant, ids: Ids, reason: str) -> None:
         """Publish the event of rows returned from a lease."""
-        now, worker = self._state.context.now, self._state.sessions.name(grant.session)
-        event = ev.LeaseReturned(time_s=now, worker=worker, task=grant.task, count=ids.size, reason=reason)
-        self._state.context.publish(event)
+        context, worker = self._state.context, self._state.sessions.name(grant.session)
+        context.publish(
+            ev.LeaseReturned(time_s=context.now, worker=worker, task=grant.task, count=ids.size, reason=reason)
+        )
 
     def note_skipped(self, count: int, reason: str) -> None:
         """Count rows that a task skips."""
@@ -112,7 +110,7 @@ class Terminations:
 
     def cancel_live(self, partition: str | None, reason: str) -> int:
         """Cancel live rows outside full steps, in one partition or all. Return their number."""
-        live = self._state.rows.live_ids()
+        live = self._rows.live_ids()
         if partition is not None:
             partitions = self._state.partitions
             live = dict(partitions.split(live)).get(partitions.number(partition), live[:0])

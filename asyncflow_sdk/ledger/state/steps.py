@@ -209,6 +209,16 @@ class Steps:
         more, self.reselect = self.reselect, False
         return more
 
+    def remove(self, ids: Ids) -> None:
+        """Withdraw ending rows, and free their slots in the open step."""
+        self.withdraw(ids)
+        if count := int((self._rows.step[self._rows.at(ids)] == self.window.step).sum()):
+            self.window.unselect(count)
+            self.open_rows = [chunk[~np.isin(chunk, ids)] for chunk in self.open_rows]
+            parts = [part.without(ids) for part in self.parts.pop(self.window.step, ())]
+            if parts := [part for part in parts if part.ids.size]:
+                self.parts[self.window.step] = parts
+
     def withdraw(self, ids: Ids) -> None:
         """Remove admitted, unselected rows from the staleness rule's counts."""
         at = self._rows.at(ids)
@@ -216,17 +226,6 @@ class Steps:
         for deadline, count in zip(*np.unique(deadlines[deadlines != NONE], return_counts=True), strict=True):
             self.window.withdraw(int(count), int(deadline))
         self.reselect = True
-
-    def remove_from_open(self, ids: Ids) -> None:
-        """Free the slots of ending rows in the open step."""
-        count = int((self._rows.step[self._rows.at(ids)] == self.window.step).sum())
-        if count:
-            self.window.unselect(count)
-            self.reselect = True
-            self.open_rows = [chunk[~np.isin(chunk, ids)] for chunk in self.open_rows]
-            parts = [part.without(ids) for part in self.parts.pop(self.window.step, ())]
-            if parts := [part for part in parts if part.ids.size]:
-                self.parts[self.window.step] = parts
 
     def close(self, *, checkpoints: bool, bounded: bool) -> None:
         """Queue the open, full step for a trainer, unless one has it in parts; and open the next."""

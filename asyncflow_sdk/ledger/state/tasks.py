@@ -444,47 +444,24 @@ class ReadyQueue:
         """Return a mask of rows still ready."""
         return self._rows.having(self._task.state, READY, ids)
 
-    def take(self, count: int) -> Ids:
-        """Remove and return up to ``count`` rows."""
-        parts: list[Ids] = []
-        while count > 0 and self._order:
-            queue = self._queues[-self._order[0]]
-            if not queue:
-                del self._queues[-self._order.pop(0)]
-                continue
-            chunk = queue.popleft()
-            if chunk.size < count and queue:  # check small chunks together
-                chunks, rows = [chunk], chunk.size
-                while rows < count and queue:
-                    chunks.append(queue.popleft())
-                    rows += len(chunks[-1])
-                chunk = np.concatenate(chunks)
-            ready = self.is_ready(chunk)
-            if False in ready:
-                chunk = chunk[ready]
-            if chunk.size > count:
-                queue.appendleft(chunk[count:])
-                chunk = chunk[:count]
-            parts.append(chunk)
-            count -= chunk.size
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate(parts) if parts else NO_ROWS
-
-    def take_groups(self, count: int, room: int) -> Ids:
-        """Remove whole groups: about ``count`` rows, at least a group, at most ``room`` rows."""
+    def take(self, count: int, room: int | None = None) -> Ids:
+        """Remove and return up to ``count`` rows. ``room``: whole groups instead, about ``count`` rows, at least a group,
+        at most ``room`` rows."""
+        limit = count if room is None else min(count, room)
         parts: list[Ids] = []
         taken = 0
-        while taken < min(count, room) and (queue := self._first()) is not None:
+        while taken < limit and (queue := self._first(limit - taken if room is None else 0)) is not None:
             chunk = queue[0]
-            ends = np.append(self._ends(chunk), chunk.size)
-            fits = ends[ends <= min(count, room) - taken]
-            if fits.size:
-                cut = int(fits[-1])
-            elif not taken and ends[0] <= room:
-                cut = int(ends[0])
-            else:
-                break
+            cut = min(chunk.size, limit - taken)
+            if room is not None:
+                ends = np.append(self._ends(chunk), chunk.size)
+                fits = ends[ends <= cut]
+                if fits.size:
+                    cut = int(fits[-1])
+                elif not taken and ends[0] <= room:
+                    cut = int(ends[0])
+                else:
+                    break
             queue.popleft()
             if cut < chunk.size:
                 queue.appendleft(chunk[cut:])
@@ -493,8 +470,10 @@ class ReadyQueue:
         if len(parts) < 2:
             return parts[0] if parts else NO_ROWS
         ids = np.concatenate(parts)
+        if room is None:
+            return ids
         _, where = np.unique(ids, return_index=True)  # a group returned in pieces was pushed with each piece
-        return ids if len(where) == ids.size else ids[np.sort(where)]
+        return ids if where.size == ids.size else ids[np.sort(where)]
 
     def peek_group(self) -> Ids:
         """Return the rows of the first group, and drop rows before it; empty if nothing is ready."""
@@ -521,17 +500,22 @@ class ReadyQueue:
         after = np.searchsorted(ends, np.arange(CHUNK, ids.size, CHUNK))
         return np.split(ids, np.unique(ends[after[after < len(ends)]]))
 
-    def _first(self) -> deque[Ids] | None:
-        """Return the queue to take from next; its first chunk has only ready rows."""
+    def _first(self, wanted: int = 0) -> deque[Ids] | None:
+        """Return the queue to take from next; its first chunk has only ready rows. ``wanted``: number of rows for which
+        small chunks are joined, and so checked together."""
         while self._order:
             queue = self._queues[-self._order[0]]
             while queue:
-                chunk = queue[0]
+                chunk = queue.popleft()
+                if chunk.size < wanted and queue:
+                    chunks, rows = [chunk], chunk.size
+                    while rows < wanted and queue:
+                        chunks.append(queue.popleft())
+                        rows += chunks[-1].size
+                    chunk = np.concatenate(chunks)
                 ready = self.is_ready(chunk)
-                if ready.all():
-                    return queue
-                chunk = chunk[ready]
-                queue.popleft()
+                if False in ready:
+                    chunk = chunk[ready]
                 if chunk.size:
                     queue.appendleft(chunk)
                     return queue
