@@ -89,7 +89,7 @@ class StepAssembly:
             return False
         window, task = self._steps.window, self._steps.task
         last = self._steps.unselected + window.batch_rows - window.free  # outside full steps
-        return last >= window.batch_rows or sum(task.unfinished.values()) > last
+        return last >= window.batch_rows or task.left() > last
 
     def _ready(self, task: Task, ids: Ids) -> None:
         ids = task.ready(ids)

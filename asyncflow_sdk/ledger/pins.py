@@ -78,7 +78,7 @@ class VersionPins:
         task = self._state.tasks.by_name.get(name)
         if task is None:
             return NONE
-        held = [pin.version for number, pin in self._pins.items() if pin.version != NONE and task.unfinished[number]]
+        held = [pin.version for number, pin in self._pins.items() if pin.version != NONE and task.left(number)]
         return min(held, default=NONE)
 
     def idles(self, name: str) -> bool:
@@ -126,7 +126,7 @@ class VersionPins:
 
     def _live(self, number: int, *, giving: bool = False) -> bool:
         """True if a task has uncompleted rows of a partition; ``giving``: a task giving columns."""
-        return any(task.unfinished[number] for task in self._state.tasks if task.spec.gives or not giving)
+        return any(task.left(number) for task in self._state.tasks if task.spec.gives or not giving)
 
     def _expire(self, number: int, reason: str) -> None:
         live = self._state.rows.live_ids()

@@ -210,9 +210,9 @@ class StatusReporter:
         if failed and not self._parked.feeders:
             lost = f"{failed} rows were lost with their hosts: put them again with their keys"
         where = command.partition
-        if not any(task.unfinished.values()):
+        if not task.left():
             return _joined("every row put has been through it; put more, or end the stream", lost)
-        if where is not None and not task.unfinished[self._state.partitions.number(where)]:
+        if where is not None and not task.left(self._state.partitions.number(where)):
             return f"every row put in partition {where!r} has been through it; put more there, or end the partition"
         if task.spec.admits and task.counts[READY]:
             return self._why_not_admitted(request)

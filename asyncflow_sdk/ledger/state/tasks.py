@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
@@ -84,10 +84,10 @@ class Task:
         """Live rows by state."""
         return [sum(counts) for counts in zip(*self.by_partition.values(), strict=True)] or [0] * len(TASK_STATES)
 
-    @property
-    def unfinished(self) -> Counter[int]:
-        """Live rows not completed, by partition."""
-        return Counter({partition: sum(counts[:DONE]) for partition, counts in self.by_partition.items()})
+    def left(self, partition: int | None = None) -> int:
+        """Return the number of live rows not completed, of one partition or of all."""
+        parts = self.by_partition.values() if partition is None else [self.by_partition.get(partition, [])]
+        return sum(sum(counts[:DONE]) for counts in parts)
 
     @property
     def fit(self) -> dict[int, int]:
@@ -252,8 +252,8 @@ class Task:
         if partition is not None:
             number = partitions.number(partition)
             ended = partitions.ended or number in partitions.pins or partition in partitions.ended_names
-            return ended and not self.unfinished[number]
-        return self.closed and not any(self.unfinished.values())
+            return ended and not self.left(number)
+        return self.closed and not self.left()
 
     def return_to_queue(self, ids: Ids) -> None:
         """Put returned rows before the other ready rows. With whole groups, include rows of the
