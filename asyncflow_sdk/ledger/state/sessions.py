@@ -85,10 +85,10 @@ class DealtPart:
 
 @dataclass
 class Grant:
-    """A lease. ``left``: rows not completed yet. ``shards``: of a rank group's lease, else None.
-    ``offsets``: number of version offsets when granted. ``newest``: the newest version loaded since
-    by its replica, or the version trained by its step. ``parts``: number of delivered parts of a
-    step in parts; NONE for other leases. ``since``, ``expires``: ledger seconds."""
+    """A lease. ``left``: rows not completed yet. ``shards``: of a rank group's lease, else None. ``offsets``: number of
+    version offsets when granted. ``newest``: the newest version loaded since by its replica, or the version trained by
+    its step. ``parts``: number of delivered parts of a step in parts; NONE for other leases. ``since``, ``expires``:
+    ledger seconds."""
 
     token: int
     task: str
@@ -216,10 +216,10 @@ class Timers(Generic[T]):
 
 @dataclass
 class ReplicaState:
-    """``version``, ``doing``: the activity with a version: fetching, staged, waits, swapping or
-    failed; "" once it generates with it. ``why``: the reason of a failure. ``staged``: the version
-    ready to load. ``since``: ledger seconds. ``starved``: True if its last request for prompts found
-    none for its loaded version, but some for a newer one. ``task``: its rollout's."""
+    """``version``, ``doing``: the activity with a version: fetching, staged, waits, swapping or failed; "" once it
+    generates with it. ``why``: the reason of a failure. ``staged``: the version ready to load. ``since``: ledger seconds.
+    ``starved``: True if its last request for prompts found none for its loaded version, but some for a newer one.
+    ``task``: its rollout's."""
 
     version: int = NONE
     doing: str = ""

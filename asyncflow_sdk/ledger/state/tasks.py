@@ -324,18 +324,6 @@ class Task:
         """Return a mask of the ready and the leased rows."""
         return self._rows.having(self.state, READY, ids) | self._rows.having(self.state, LEASED, ids)
 
-    def check(self, live: Ids) -> npt.NDArray[np.bool_]:
-        """Compare all counts with the arrays. Return a mask of unfinished live rows."""
-        at = self._rows.at(live)
-        states, where = self.state[at], self._rows.partition[at]
-        unfinished: npt.NDArray[np.bool_] = states < DONE
-        found = {int(number): np.bincount(states[where == number], minlength=APART) for number in np.unique(where)}
-        for number, counts in self.by_partition.items():
-            assert counts == found.get(number, np.zeros(APART, int))[:APART].tolist(), self.spec.name
-        assert sum(self.counts) == int((states != APART).sum()), self.spec.name
-        assert sum(grant.left for grant in self.leases.values()) == self.counts[LEASED], self.spec.name
-        return unfinished
-
 
 class Tasks:
     """Tasks by name, in order of declaration."""
@@ -409,9 +397,16 @@ class Tasks:
 
     def check(self) -> None:
         """Recount everything from the arrays, for tests. Raises AssertionError."""
-        live = self._rows.live_ids()
-        todo = sum((task.check(live) for task in self), start=np.zeros(live.size, np.int32))
-        assert (todo == self._rows.todo[self._rows.at(live)]).all()
+        at = self._rows.at(self._rows.live_ids())
+        where, todo = self._rows.partition[at], np.zeros(at.size, np.int32)
+        for task in self:
+            states, name = task.state[at], task.spec.name
+            todo += states < DONE
+            for number, counts in task.by_partition.items():
+                assert counts == np.bincount(states[where == number], minlength=APART)[:APART].tolist(), name
+            assert sum(task.counts) == (states != APART).sum(), name
+            assert sum(grant.left for grant in task.leases.values()) == task.counts[LEASED], name
+        assert (todo == self._rows.todo[at]).all()
 
 
 class ReadyQueue:
