@@ -1,17 +1,7 @@
-"""Sampler: chooses the ready rows to be leased next by a task.
-
-    class LongestFirst(Sampler):                             # a user's own
-        may_starve = True
-
-        def __init__(self, column: str) -> None:
-            self.measure = column                            # Candidates.measures: its lengths or numbers
-
-        def choose(self, rows: Candidates, count: int) -> npt.ArrayLike:
-            return np.argsort(-rows.measures, kind="stable")[:count]
+"""Sampler: chooses the ready rows to be leased next by a task. Register one of your own as an adapter of kind "sampler"
+and check it with ``asyncflow_sdk.testing.check_sampler``; the guide of the queue has an example.
 
     queue.declare("train", needs=["response_ids"], sampler=("longest_first", {"column": "response_ids"}))
-
-Register it as an adapter of kind "sampler" and check it with ``asyncflow_sdk.testing.check_sampler``.
 """
 
 from __future__ import annotations

@@ -1,19 +1,8 @@
-"""StalenessPolicy: decides the groups to generate, to train, and to expire.
-
-    class Patient(StalenessPolicy):                          # a user's own
-        promise = "no trained token is older than max_staleness; a quarter of each step waits for stragglers"
-
-        def admit(self, window: StepWindow, deadline: int) -> int:
-            return window.slack(deadline) + window.load(deadline) - window.total
-
-        def select(self, window: StepWindow, deadline: int | None) -> int:
-            due = window.load(window.step)                 # trained now, or never
-            return window.free if deadline == window.step else window.free - min(due, window.batch_rows // 4)
+"""StalenessPolicy: decides the groups to generate, to train, and to expire. Pass one of your own or register it as an
+adapter of kind "staleness", and check it with ``asyncflow_sdk.testing.check_staleness_policy``; the guide of staleness
+has an example.
 
     af.serve("runs/mine", max_staleness=2, staleness_policy=Patient)
-
-Pass it as above or register it as an adapter of kind "staleness". Check it with
-``asyncflow_sdk.testing.check_staleness_policy``.
 """
 
 from __future__ import annotations

@@ -1,16 +1,7 @@
-"""Tracker: receives the metrics of a run, for TensorBoard, Weights & Biases or a custom table.
+"""Tracker: receives the metrics of a run, for TensorBoard, Weights & Biases or a custom table; the guide of plugins has
+an example.
 
-class Lines(Tracker):                                    # a user's own
-    def open(self, run: TrackedRun) -> None:
-        self.file = (run.directory / "lines.txt").open("a")
-
-    def log(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
-        self.file.write(f"{step} {metrics}\\n")
-
-    def close(self) -> None:
-        self.file.close()
-
-af.Workflow(..., track=["lines"])                     # the name of an adapter of kind "tracker", or the class
+    af.Workflow(..., track=["lines"])                     # the name of an adapter of kind "tracker", or the class
 """
 
 from __future__ import annotations
