@@ -172,7 +172,8 @@ class Client:
                         response, data = channel.receive()
                         if response.seq == exchange.seq:
                             channel.send(exchange.receive(response, data))
-            return exchange.settle(exchange.reply)
+            self._numbers.settle(exchange.seq)
+            return exchange.reply
         except BaseException:
             cancellation = exchange.drop()
             with contextlib.suppress(zmq.ZMQError):
@@ -195,7 +196,8 @@ class Client:
             while True:
                 await channel.exchange(exchange, messages)
                 if exchange.reply is not None:
-                    return exchange.settle(exchange.reply)
+                    self._numbers.settle(exchange.seq)
+                    return exchange.reply
                 messages = self._resend(exchange) if exchange.left_s <= 0 else []
         except BaseException:
             cancellation = exchange.drop()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -36,11 +36,8 @@ class WireReply(NamedTuple):
     payload: npt.NDArray[np.uint8] | None = None
 
 
-class Message(NamedTuple):
-    """A message with its payload frame. The socket must copy it: its owner may change it."""
-
-    envelope: bytes
-    data: bytes | memoryview | None = None
+Message: TypeAlias = "tuple[bytes, bytes | memoryview | None]"
+"""Envelope and payload frame of a message. The socket must copy the latter: its owner may change it."""
 
 
 class SequenceNumbers:
@@ -136,7 +133,7 @@ class RequestExchange:
         if self._request is not None:
             return self._message(Offer(self._request.sizes, self._questions))
         data = b"".join(self._payload) if self._payload else None
-        return Message(self._numbers.envelope(self.seq, self._body), data)
+        return self._numbers.envelope(self.seq, self._body), data
 
     def receive(self, response: ResponseEnvelope, data: Any) -> list[Message]:
         """Process a message of the server and return the messages to send. Raises ProtocolError."""
@@ -170,15 +167,10 @@ class RequestExchange:
         self._resend_at = now + self._resend_s
         return [self._first() if self._answer is None else self._message(Ask(self._questions))]
 
-    def settle(self, reply: WireReply) -> WireReply:
-        """Confirm the reply, and return it."""
-        self._numbers.settle(self.seq)
-        return reply
-
     def drop(self) -> list[Message]:
         """Cancel the request. Return the message to send."""
         self._numbers.drop(self.seq)
-        return [Message(self._numbers.envelope(0, b""))]
+        return [(self._numbers.envelope(0, b""), None)]
 
     def _send(self, read: Read) -> list[Message]:
         """Return the requested pieces of the request. Without any, the server knows nothing of an answer."""
@@ -204,4 +196,4 @@ class RequestExchange:
         return self._answer
 
     def _message(self, part: RequestPart, data: bytes | memoryview | None = None) -> Message:
-        return Message(self._numbers.envelope(self.seq, b"", part), data)
+        return self._numbers.envelope(self.seq, b"", part), data

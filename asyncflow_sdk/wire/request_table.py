@@ -140,9 +140,13 @@ class SessionState:
             self.ahead.remove(self.low)
 
     def advance(self, done: int) -> list[int]:
-        """Record the end of all requests below ``done``. Return the kept ones."""
-        self.done = done
-        return [seq for seq in self.requests if seq < done]
+        """Record the end of all requests below ``done``. Return the first of the kept ones."""
+        self.done, over = done, list[int]()
+        for seq in self.requests:  # in the order of their arrival, which is nearly that of their numbers
+            if seq >= done:
+                break
+            over.append(seq)
+        return over
 
 
 class RequestTable:

@@ -395,7 +395,8 @@ class Server:
             settled = False
         if not self._answers:
             return
-        queued, self._answers = self._answers, [each for each in self._answers if each.recorded and not settled]
+        queued = self._answers
+        self._answers = [] if settled else [each for each in queued if each.recorded]
         for request, part, recorded in queued:
             if settled or not recorded:
                 self._send(request, part)
