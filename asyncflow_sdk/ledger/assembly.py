@@ -38,8 +38,8 @@ class StepAssembly:
             if need & written:
                 others = np.uint64(need & ~written)
                 fresh = ((before & others) == others) & (task.state[ids - self._rows.base] != APART)
-                if True in fresh:
-                    self._ready(task, ids[fresh])
+                if (where := fresh.nonzero()[0]).size:
+                    self._ready(task, ids[where])
 
     def make_ready_in(self, task: Task, ids: Ids) -> None:
         """Hand rows to a new task, if its needs are met."""

@@ -78,7 +78,7 @@ class RowCompletion:
         steps are held. ``at``: the array indices of ``ids``."""
         rows, partitions = self._rows, self._state.partitions
         over = rows.todo[at] == 0
-        if True not in over:
+        if not over.nonzero()[0].size:
             return
         over &= rows.state[at] == LIVE
         if self._state.limits.checkpoints:
@@ -172,7 +172,7 @@ class RowCompletion:
         """Raise WriteOnceError if ``have``, the columns of rows, include one of the command."""
         columns = self._state.columns
         written = have & np.uint64(columns.mask(command.columns))
-        if True in (written != 0):
+        if written.nonzero()[0].size:
             name = next(name for name in command.columns if (written & columns.bit(name)).any())
             twice = (have & columns.bit(name)) != 0
             raise WriteOnceError(f"column {name!r} of row {ids[twice][0]} is already written")

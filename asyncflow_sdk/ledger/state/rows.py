@@ -314,7 +314,7 @@ class Columns:
         """Count live rows as ended or, before ``written`` is added to their bits, as of another kind."""
         for partition, part in self._partitions.split(ids):
             columns = self._rows.columns[part - self._rows.base]
-            alike = True not in (columns != columns[0])  # the usual case
+            alike = not (columns != columns[0]).nonzero()[0].size  # the usual case
             kinds = [(columns[0], part.size)] if alike else zip(*np.unique(columns, return_counts=True), strict=True)
             for kind, rows in kinds:
                 self._count_kind(partition, int(kind), -int(rows))

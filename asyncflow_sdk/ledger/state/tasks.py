@@ -508,8 +508,8 @@ class ReadyQueue:
                         chunks.append(queue.popleft())
                         rows += chunks[-1].size
                     chunk = np.concatenate(chunks)
-                ready = self.is_ready(chunk)
-                if False in ready:
+                ready = self.is_ready(chunk).nonzero()[0]
+                if ready.size < chunk.size:
                     chunk = chunk[ready]
                 if chunk.size:
                     queue.appendleft(chunk)
