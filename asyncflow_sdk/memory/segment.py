@@ -128,6 +128,7 @@ class Segment:
         except OSError as error:
             raise self._failure(error, filled) from None
         try:
+            self._check_room(filled)  # before a table of pages beyond all memory
             self._present = bytearray(size // PAGE)
             os.ftruncate(self.fd, size)
             self.map = mmap.mmap(self.fd, size, mmap.MAP_SHARED)

@@ -61,7 +61,7 @@ def unharmed(queue: TransferQueue) -> None:
         ({"x": np.array(["2020-01-01"], "M8[D]")}, r"column 'x': numpy dtype datetime64\[D\] cannot be stored"),
         ({"x": np.zeros(2, [("a", "i4")])}, "column 'x': numpy dtype .* cannot be stored"),
         ({"x": np.longdouble([1.0])}, "column 'x': numpy dtype (float128|longdouble) cannot be stored"),
-        ({"x": np.ma.masked_array([1.0], [True])}, "column 'x': a masked array cannot be stored, because its mask would be lost"),
+        ({"x": np.ma.masked_array([1.0], [True])}, "column 'x': a masked array cannot be stored: its mask would be lost"),
         ({"x": [2**70]}, "column 'x'.*(integers|does not fit 64 bits)"),
         ({"x": torch.zeros(2).to_sparse()}, "column 'x': a torch.sparse_coo tensor of float32 cannot be stored"),
         ({"x": torch.zeros(2, device="meta")}, "column 'x': a tensor of float32 on the meta device holds no values"),
