@@ -37,7 +37,8 @@ _log = logging.getLogger(__name__)
 
 
 class JournalDirectory:
-    """``durability``, ``history``: see ``QueueServer``. ``head``: that of the newest snapshot; None for a new run.
+    """``durability``: "process" (any process may die at any time), or "host" (payload is also on disk before a put is
+    acknowledged); None: as in the existing journal, else "process". ``history``: keep replaced journals for replays. ``head``: that of the newest snapshot; None for a new run.
     ``addresses``: the earlier server's bound addresses, by requested address. ``rows``: directory of the row
     segments, None for the run's shared memory. Not thread-safe. Raises ConfigError if another server has locked the
     directory, or if it cannot be read."""

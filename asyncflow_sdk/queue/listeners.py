@@ -65,13 +65,16 @@ class StepRows:
 
 
 class Listeners:
-    """For the arguments see ``QueueServer``."""
+    """``on_event`` and ``on_step`` run in the server's thread and must return at once; ``on_final`` runs in a thread of
+    its own, and the checkpoint waits for it. ``on_step`` gets the number of an acknowledged step, and its rows. A
+    restarted server reports the steps not covered by a checkpoint again. ``on_final`` gets a number before a checkpoint
+    makes the steps below it final; they are not reported again, so it returns only when they are no longer needed."""
 
     def __init__(
         self,
-        on_event: Callable[[Event], None] | None,
-        on_step: Callable[[int, StepRows], None] | None,
-        on_final: Callable[[int], None] | None,
+        on_event: Callable[[Event], None] | None = None,
+        on_step: Callable[[int, StepRows], None] | None = None,
+        on_final: Callable[[int], None] | None = None,
     ) -> None:
         self._listeners: dict[str, Callable[..., None] | None] = {
             "event": on_event,

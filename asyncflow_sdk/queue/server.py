@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,15 +23,14 @@ from ..ledger.samplers import make_sampler
 from ..ledger.staleness import make_policy
 from ..ledger.status import verb_of
 from ..memory import SIGN_S, SharedDirectory
-from ..types import Event
 from ..types import events as ev
-from ..types.config import LOCAL
+from ..types.config import LOCAL, Store
 from ..types.reports import ParkedStatus
 from ..wire import MAX_BYTES, KeyPair, Server, has_ended, offer_key, own_key, process_key, rotated
 from .call_executor import CallExecutor
 from .journal import DISK_RETRY_S, DropRecord, Record, RequestRecord, SessionEndRecord, TickRecord
 from .journal_directory import JournalDirectory
-from .listeners import Listeners, StepRows
+from .listeners import Listeners
 from .payload import DECODE_ERRORS, IncomingBlock, Payload
 from .protocol import (
     UNRECORDED,
@@ -81,53 +79,34 @@ class HeldCheckpoint(NamedTuple):
 
 
 class QueueServer:
-    """Serves a queue and weight versions: at ``addresses``, at a socket on this host, and at
-    ``here`` in this process.
+    """Serves a queue and weight versions: at ``addresses``, at a socket on this host, and at ``here`` in this process.
 
-    ``on_event`` and ``on_step`` run in the server's thread and must return at once; ``on_final`` runs
-    in a thread of its own, and the checkpoint waits for it. Their exceptions are logged. ``on_step``
-    gets the number of an acknowledged step, and its rows. A restarted server reports the steps not
-    covered by a checkpoint again. ``on_final`` gets a number before a checkpoint makes the steps below
-    it final; they are not reported again, so it returns only when they are no longer needed.
-
-    ``keys``: required for tcp addresses unless ``insecure``; this user's clients on this host find
-    them. ``save_keys``: stores replaced ones. ``max_call_bytes``: the largest call, with a payload
-    sent over the socket; also the limit for all incomplete calls together, with their payload.
-
-    ``journal``: a directory for the recorded inputs. Every input is recorded before its answer is
-    sent, so a later server on the same directory continues the run (``recovered``: its result).
-    ``durability``: "process" (any process may die at any time), or "host" (payload is also on disk
-    before a put is acknowledged); None: as in the existing journal, else "process". ``history``:
-    keep replaced journals for replays. ``store``, ``store_options``: the kind of store of all
-    clients, and its options.
-    Raises ConfigError if another process serves the directory, if another version wrote it, or if it is damaged;
-    MemoryFull without room to begin a journal.
+    ``files``: a directory for the recorded inputs, closed with the server. Every input is recorded before its answer is
+    sent, so a later server on the same directory continues the run (``recovered``: its result). ``keys``: required for
+    tcp addresses unless ``insecure``; this user's clients on this host find them. ``save_keys``: stores replaced ones.
+    ``max_call_bytes``: the largest call, with a payload sent over the socket; also the limit for all incomplete calls
+    together, with their payload. ``store``: of all clients. Raises ConfigError if the directory was written by another
+    version or is damaged; MemoryFull without room to begin a journal.
     """
 
     def __init__(
         self,
         addresses: list[str],
-        on_event: Callable[[Event], None] | None = None,
-        on_step: Callable[[int, StepRows], None] | None = None,
+        listeners: Listeners | None = None,
+        files: JournalDirectory | None = None,
         *,
-        on_final: Callable[[int], None] | None = None,
-        journal: Path | None = None,
-        durability: str | None = None,
         keys: KeyPair | None = None,
         save_keys: Callable[[KeyPair], None] = lambda keys: None,
         insecure: bool = False,
         max_call_bytes: int = MAX_BYTES,
         samplers: Mapping[str, Callable[..., Sampler]] | None = None,
         policies: Mapping[str, Callable[..., StalenessPolicy]] | None = None,
-        history: bool = False,
-        store: str = LOCAL,
-        store_options: Mapping[str, Any] | None = None,
+        store: Store | None = None,
     ) -> None:
         self._keys, self._save_keys = keys, save_keys
         self._key = own_key()  # of this process, for storage units
-        self._store, self._store_options = store, dict(store_options or {})
-        self._files = None if journal is None else JournalDirectory(journal.absolute(), durability, history)
-        self.directory = SharedDirectory() if self._files is None else self._files.shared_directory()
+        self._store, self._files, self._listeners = store or Store(), files, listeners or Listeners()
+        self.directory = SharedDirectory() if files is None else files.shared_directory()
         path = self.directory.path
         # libzmq frees the name of an inproc socket some time after it is closed
         self.here = f"inproc://{path.name}-{secrets.token_hex(4)}"
@@ -137,13 +116,12 @@ class QueueServer:
             self._close_directories(over=False)
             raise
         self.addresses = self._wire.addresses
-        self.durability = "" if self._files is None else self._files.durability
-        rows = None if self._files is None else self._files.rows
+        self.durability = "" if files is None else files.durability
+        rows = None if files is None else files.rows
         self.rows = rows or path
-        self._listeners = Listeners(on_event, on_step, on_final)
         self._held: dict[int, HeldCheckpoint] = {}  # by ticket
         self._units: dict[str, float] = {}  # last sign of life of each, by session
-        self._reports, self._next_status = on_event is not None, 0.0
+        self._reports, self._next_status = self._listeners.has("event"), 0.0
         self._next_sign, self._renewing, self._directory_error = 0.0, False, ""
         self._ended: dict[str, str] = {}  # session → why it was ended
         self._ledger = Ledger(
@@ -160,7 +138,7 @@ class QueueServer:
         try:
             self.recovered = self._recover()
             self._ledger.staleness.check_available()
-            if store == LOCAL and self._ledger.state.homes.by_number:
+            if self._store.kind == LOCAL and self._ledger.state.homes.by_number:
                 raise ConfigError(
                     "payload of this run is in homes on other hosts: serve it with the same store again"
                 )
@@ -179,8 +157,8 @@ class QueueServer:
             else:
                 self._wire.watch(session, client.hello.pid, client.hello.pid_key)
                 self._wire.bind(session, *(() if keys is None else keys.server.clients), "", client.hello.public)
-        if store != LOCAL:
-            self._payload.read_homes_by(self._open_home_reader(store, self._store_options))
+        if self._store.kind != LOCAL:
+            self._payload.read_homes_by(self._open_home_reader())
         units = {home.unit for home in self._ledger.state.homes.by_number.values()}
         self._units = {name: self._clock() for name, number in self._clients.numbers().items() if number in units}
         self._executor.report_steps_again()
@@ -226,14 +204,14 @@ class QueueServer:
         if self._files is not None:
             self._files.close(over=over)
 
-    def _open_home_reader(self, store: str, options: Mapping[str, Any]) -> PayloadStore:
+    def _open_home_reader(self) -> PayloadStore:
         """Return the store by which this process reads rows of other homes for its listeners."""
         catalog = LedgerCatalog(lambda command: self._ledger.state.homes.listed())  # the only one asked for here
         context = StoreContext(
             run=self.directory.path.name, session=0, rows=self.rows, check_size=lambda nbytes: None, homes=catalog,
             key=self._key,
         )  # fmt: skip
-        return make_store(store, options, context)
+        return make_store(self._store.kind, self._store.options, context)
 
     def _note(self, text: str, level: str) -> None:
         self._listeners.event(ev.Note(time_s=time.monotonic(), text=text, level=level))
@@ -293,8 +271,7 @@ class QueueServer:
             self._wire.forget(session)
 
     def make(self, body: bytes) -> tuple[bytes, Sequence[Any]]:
-        """Complete a result when it is sent: a welcome with this process and its store, a lease with its
-        columns."""
+        """Complete a result when it is sent: a welcome with this process and its store, a lease with its columns."""
         answer = decode_result(body)
         if not isinstance(answer.reply, Welcome):
             return self._payload.inline(answer)
@@ -302,7 +279,7 @@ class QueueServer:
         remote = tuple(each for each in self.addresses if each.startswith("tcp://"))
         reply = msgspec.structs.replace(
             answer.reply, owner=(owner.st_dev, owner.st_ino), pid=pid, pid_key=process_key(pid),
-            max_bytes=self._wire.max_bytes, addresses=remote, store=self._store, store_options=self._store_options,
+            max_bytes=self._wire.max_bytes, addresses=remote, store=self._store.kind, store_options=dict(self._store.options),
         )  # fmt: skip
         return encode(msgspec.structs.replace(answer, reply=reply)), ()
 
@@ -399,8 +376,8 @@ class QueueServer:
             if isinstance(command, ClientHello):
                 self._check_client(session)
             elif isinstance(command, cmd.OpenHome):
-                if (store := command.offer.store) != self._store:
-                    raise ConfigError(f"this run has the store {self._store!r}, and no home of {store!r}")
+                if (store := command.offer.store) != self._store.kind:
+                    raise ConfigError(f"this run has the store {self._store.kind!r}, and no home of {store!r}")
                 self._units[session] = request.now
             elif self._listeners.has("final"):
                 self._hold_checkpoint(request, call)

@@ -17,6 +17,8 @@ from ..errors import ConfigError, MemoryFull
 from ..interfaces import OnFailure, Placement, Sampler, TrackedRun
 from ..memory import make_private_directory
 from ..queue import Connection, QueueServer
+from ..queue.journal_directory import JournalDirectory
+from ..queue.listeners import Listeners
 from ..types import Batch, Event
 from ..types.config import LOCAL, Store
 from ..types.defaults import CALL_S, CAPACITY_ROWS, KEEP_VERSIONS, MAX_STALENESS
@@ -64,48 +66,44 @@ def serve(
 ) -> Run:
     """Serve a run from this process.
 
-    ``directory``: of the run and its logs; None: workers log to a temporary folder, removed on close
-    unless a worker failed. A missing directory is made with mode 0700, whatever the umask. An
-    existing one keeps its mode; new files in it are readable by their owner only.
+    ``directory``: of the run and its logs; None: workers log to a temporary folder, removed on close unless a worker
+    failed. A missing directory is made with mode 0700, whatever the umask. An existing one keeps its mode; new files
+    in it are readable by their owner only.
 
-    ``address``: a further address to listen at (``tcp://127.0.0.1:0`` picks a port); a local socket
-    is always there. ``advertise``: name or IP address of this host for others; default: the host of
-    ``address`` or, for all interfaces, the address on the default route. A tcp address has keys:
-    ``server.key`` and ``run.key`` in ``directory``, made unless present. Clients of the same user on
-    the same host find the key by themselves; others need a copy of ``run.key``. ``key``: another path
-    for ``server.key``. ``insecure``: no keys; every process that reaches the address may read and
-    change the run. ``max_call_bytes``: limit of one put or completion from there, and of all
-    incomplete calls together, with their payload.
+    ``address``: a further address to listen at (``tcp://127.0.0.1:0`` picks a port); a local socket is always there.
+    ``advertise``: name or IP address of this host for others; default: the host of ``address`` or, for all
+    interfaces, the address on the default route. A tcp address has keys: ``server.key`` and ``run.key`` in
+    ``directory``, made unless present. Clients of the same user on the same host find the key by themselves; others
+    need a copy of ``run.key``. ``key``: another path for ``server.key``. ``insecure``: no keys; every process that
+    reaches the address may read and change the run. ``max_call_bytes``: limit of one put or completion from there,
+    and of all incomplete calls together, with their payload.
 
-    ``capacity_rows``, ``capacity_bytes``: limits of live rows and of their payload; default: half of
-    the free bytes of the segments' file system. ``max_staleness``: limit of a trained token's
-    staleness in versions. ``staleness_policy``: treatment of late rows: "wait", "drop", "count" or
-    another, see ``Staleness``; a class of this process must be given again with a durable run.
-    ``keep_versions``: number of newest versions available for fetches and rollbacks.
-    ``max_swapping``: replicas loading at once, beside those that get no prompts before they load (0:
-    all). ``quorum``: replicas that must have a version staged before any loads it (0: none).
-    ``samplers``: of this process by name, beside the installed ones. ``on_failure``: stop the run if
-    a worker of this process has failed for good, or continue with the others of its role.
+    ``capacity_rows``, ``capacity_bytes``: limits of live rows and of their payload; default: half of the free bytes
+    of the segments' file system. ``max_staleness``: limit of a trained token's staleness in versions.
+    ``staleness_policy``: treatment of late rows: "wait", "drop", "count" or another, see ``Staleness``; a class of
+    this process must be given again with a durable run. ``keep_versions``: number of newest versions available for
+    fetches and rollbacks. ``max_swapping``: replicas loading at once, beside those that get no prompts before they
+    load (0: all). ``quorum``: replicas that must have a version staged before any loads it (0: none). ``samplers``:
+    of this process by name, beside the installed ones. ``on_failure``: stop the run if a worker of this process has
+    failed for good, or continue with the others of its role.
 
-    ``durability``: acknowledged data survives the death of any process ("process"), or of the host,
-    too ("host": writes wait for the disk). A journal is kept in ``directory``; a later ``serve`` of
-    the same directory continues the run with its earlier limits, and living clients wait for it;
-    ``run.recovered`` describes it. ``checkpoints``: keep the rows of trained steps until
-    ``run.checkpoint`` covers them, so that another trainer can continue (``run.resume``) and each row
-    is trained exactly once in the surviving lineage; all are kept before the first checkpoint.
-    ``history``: keep the whole journal after the end, for ``replay``.
+    ``durability``: acknowledged data survives the death of any process ("process"), or of the host, too ("host":
+    writes wait for the disk). A journal is kept in ``directory``; a later ``serve`` of the same directory continues
+    the run with its earlier limits, and living clients wait for it; ``run.recovered`` describes it. ``checkpoints``:
+    keep the rows of trained steps until ``run.checkpoint`` covers them, so that another trainer can continue
+    (``run.resume``) and each row is trained exactly once in the surviving lineage; all are kept before the first
+    checkpoint. ``history``: keep the whole journal after the end, for ``replay``.
 
-    ``store``: where columns stay: "local", "hosts", another installed kind, or a ``Store`` with
-    options. A resumed run needs the same store. ``on_step`` with another store than "local" needs
-    ``checkpoints``: rows stay until they are covered.
+    ``store``: where columns stay: "local", "hosts", another installed kind, or a ``Store`` with options. A resumed
+    run needs the same store. ``on_step`` with another store than "local" needs ``checkpoints``: rows stay until they
+    are covered.
 
-    ``on_event`` receives every event; ``on_step`` the number of each acknowledged step with a function
-    that reads its rows, once, in any thread, at any time; ``on_final`` a number before a checkpoint
-    makes the steps below it final: the checkpoint waits for it. A resumed durable run repeats
-    ``on_step`` for the others. ``on_final`` is called in a thread of its own, all others and ``sinks``
-    in the server's thread. ``track``: trackers, as installed names, classes, either with options
-    (("mine", {"project": "x"})), or ``Tracker`` objects; they need a directory. ``description``: the
-    run's configuration for them, in JSON types.
+    ``on_event`` receives every event; ``on_step`` the number of each acknowledged step with a function that reads its
+    rows, once, in any thread, at any time; ``on_final`` a number before a checkpoint makes the steps below it final:
+    the checkpoint waits for it. A resumed durable run repeats ``on_step`` for the others. ``on_final`` is called in a
+    thread of its own, all others and ``sinks`` in the server's thread. ``track``: trackers, as installed names,
+    classes, either with options (("mine", {"project": "x"})), or ``Tracker`` objects; they need a directory.
+    ``description``: the run's configuration for them, in JSON types.
 
     Raises ConfigError, also for a directory served by another process, or with the record of an ended run.
     """
@@ -139,13 +137,16 @@ def serve(
         )
 
     policy, own = find_policy(staleness_policy)
+    listeners = (
+        [*(sink.event for sink in receiving), on_event],
+        [*(sink.step for sink in recording), on_step],
+        [*(sink.settle for sink in recording), on_final],
+    )
     server = QueueServer(
-        [address] if address else [], on_event=call_all([*(sink.event for sink in receiving), on_event]),
-        on_step=call_all([*(sink.step for sink in recording), on_step]),
-        on_final=call_all([*(sink.settle for sink in recording), on_final]), journal=journal, durability=durability,
+        [address] if address else [], Listeners(*(call_all(each) for each in listeners)),
+        None if journal is None else JournalDirectory(journal.absolute(), durability, history),
         keys=keys, save_keys=(lambda new: save_keys(*files, new)) if files else (lambda new: None), insecure=insecure,
-        max_call_bytes=max_call_bytes, samplers=samplers, policies=own, history=history, store=store.kind,
-        store_options=store.options,
+        max_call_bytes=max_call_bytes, samplers=samplers, policies=own, store=store,
     )  # fmt: skip
     try:
         far = None
@@ -192,15 +193,14 @@ def connect(
 ) -> Run:
     """Connect to a run by its address or, on its own host, by its directory while it is served.
 
-    ``key``: path of a copy of the run's ``run.key``, for a tcp address; the serving user needs none on
-    the same host. ``insecure``: the run is served without keys. ``shared_memory`` False: send values
-    and fetch weights over sockets even on the server's host. ``timeout_s``: limit of the wait for a server, which may
-    start meanwhile: at an address, and for a directory with an unfinished durable run. ``logs``: a
-    folder for the logs of workers started here; None: a temporary one, removed on close unless a
-    worker failed.
+    ``key``: path of a copy of the run's ``run.key``, for a tcp address; the serving user needs none on the same host.
+    ``insecure``: the run is served without keys. ``shared_memory`` False: send values and fetch weights over sockets
+    even on the server's host. ``timeout_s``: limit of the wait for a server, which may start meanwhile: at an
+    address, and for a directory with an unfinished durable run. ``logs``: a folder for the logs of workers started
+    here; None: a temporary one, removed on close unless a worker failed.
 
-    Raises ConfigError, AccessDenied, ServerLost, ProtocolError; at once for the directory of an ended
-    run, or of one without durability whose server ended.
+    Raises ConfigError, AccessDenied, ServerLost, ProtocolError; at once for the directory of an ended run, or of one
+    without durability whose server ended.
     """
     until = time.monotonic() + timeout_s
     where, known = find_run(address, key, insecure, timeout_s)
