@@ -32,7 +32,7 @@ MAX_SIZE = {  # lines, files
     "asyncflow_sdk": (670, 5),
     "asyncflow_sdk/algorithms": (701, 6),
     "asyncflow_sdk/cli": (5_855, 46),
-    "asyncflow_sdk/interfaces": (2_024, 13),
+    "asyncflow_sdk/interfaces": (2_028, 13),
     "asyncflow_sdk/ledger": (7_520, 28),
     "asyncflow_sdk/memory": (1_450, 6),
     "asyncflow_sdk/plugins": (594, 4),
@@ -69,7 +69,7 @@ MAX_CORE = (33_085, 183)
 """Of the packages of CORE together."""
 MAX_COUNT = {
     "public names": 97,
-    "functions with more than ten parameters": 20,
+    "functions with more than ten parameters": 18,
     "assignments into other objects": 140,
     "assignments into other objects, of the core": 2,
     "comments that stop the formatter": 300,

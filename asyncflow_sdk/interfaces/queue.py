@@ -20,7 +20,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,9 @@ from ..types.defaults import LEASE_S, MAX_ATTEMPTS, TIMEOUT_S
 from ..types.reports import Audit, FailedGroup, StatusReport
 from ..types.tasks import PolicySpec, SamplerSpec
 from .leased import Consumer, LeasedBatch, StepConsumer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True)
@@ -41,33 +44,34 @@ class PutRows:
     again: bool
 
 
+class QueueLimits(TypedDict, total=False):
+    """Keywords of ``configure``; None leaves a limit as it is. ``capacity_rows``, ``capacity_bytes``: most live rows,
+    and most bytes of their payload. ``row_bytes``: reserve for a row with all its columns; 0, the default: the bytes of
+    the largest row so far. ``steps``: the stream ends after so many. ``max_staleness``, ``staleness_policy``: see
+    ``Staleness``; by a name installed at the server, alone or with options. ``keep_versions``, ``max_swapping``,
+    ``quorum``: see ``Weights``. ``checkpoints``: keep rows of acknowledged steps until a checkpoint covers them.
+    ``home_silence_s``: see ``Store``."""
+
+    capacity_rows: int | None
+    capacity_bytes: int | None
+    row_bytes: int | None
+    max_staleness: int | None
+    steps: int | None
+    keep_versions: int | None
+    max_swapping: int | None
+    quorum: int | None
+    staleness_policy: str | tuple[str, Mapping[str, Any]] | PolicySpec | None
+    checkpoints: bool | None
+    home_silence_s: float | None
+
+
 class TransferQueue(abc.ABC):
     """The queue of a run, for threads; ``aio`` has the same methods as coroutines. Thread-safe: calls of different
     threads do not wait for each other. Every method raises WireError if the server cannot be reached."""
 
     @abc.abstractmethod
-    def configure(
-        self,
-        *,
-        capacity_rows: int | None = None,
-        capacity_bytes: int | None = None,
-        row_bytes: int | None = None,
-        max_staleness: int | None = None,
-        steps: int | None = None,
-        keep_versions: int | None = None,
-        max_swapping: int | None = None,
-        quorum: int | None = None,
-        staleness_policy: str | tuple[str, Mapping[str, Any]] | PolicySpec | None = None,
-        checkpoints: bool | None = None,
-        home_silence_s: float | None = None,
-    ) -> None:
-        """Set the queue's limits, before its tasks are declared. None leaves a limit as it is. Raises ConfigError,
-        PluginError. ``capacity_rows``, ``capacity_bytes``: most live rows, and most bytes of their payload.
-        ``row_bytes``: reserve for a row with all its columns; 0, the default: the bytes of the largest row so far.
-        ``steps``: the stream ends after so many. ``max_staleness``, ``staleness_policy``: see ``Staleness``; by a
-        name installed at the server, alone or with options. ``keep_versions``, ``max_swapping``, ``quorum``: see
-        ``Weights``. ``checkpoints``: keep rows of acknowledged steps until a checkpoint covers them.
-        ``home_silence_s``: see ``Store``."""
+    def configure(self, **limits: Unpack[QueueLimits]) -> None:
+        """Set limits, before tasks are declared. Those not given stay as they are. Raises ConfigError, PluginError."""
 
     @abc.abstractmethod
     def declare(
