@@ -35,7 +35,7 @@ PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
         "`run.queue`; `run.queue.aio` has the same methods as coroutines. The classes after the queue are results of its methods",
         [
             interfaces.TransferQueue,
-            interfaces.QueueLimits,
+            interfaces.QueueOptions,
             interfaces.PutRows,
             interfaces.LeasedBatch,
             interfaces.LeasedStep,

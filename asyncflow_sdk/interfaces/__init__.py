@@ -12,7 +12,7 @@ from .launcher import (
     WorkerSpec,
 )
 from .leased import Consumer, LeasedBatch, LeasedStep, Producer, StepConsumer, StepPart
-from .queue import PutRows, QueueLimits, TransferQueue
+from .queue import PutRows, QueueOptions, TransferQueue
 from .rollout import (
     SAMPLING_MASK,
     Capabilities,
@@ -53,7 +53,7 @@ __all__ = [
     "FATAL_STATUS", "NORMALISERS", "SAMPLING_MASK", "TRAIN_COLUMNS", "Advantages", "Algorithm", "Candidates",
     "Capabilities", "Completion", "Completions", "Consumer", "Fetched", "FilePlace", "HomeCatalog", "HomeOffer",
     "HomeUnit", "Host", "Launcher", "LeasedBatch", "LeasedStep", "LoadableUpdate", "OnFailure", "PackedTokens",
-    "PayloadStore", "Placement", "Producer", "Publication", "PutRows", "QueueLimits", "Request", "RollbackResult", "RolloutEngine",
+    "PayloadStore", "Placement", "Producer", "Publication", "PutRows", "QueueOptions", "Request", "RollbackResult", "RolloutEngine",
     "Room", "Sampler", "StalenessPolicy", "StepConsumer", "StepPart", "StepResult", "StepWindow", "StopTexts",
     "StopWatch", "StorageHome", "StoreContext", "StoredBlock", "TensorType", "TrackedRun", "Tracker", "TrainEngine",
     "TransferQueue", "WeightPublisher", "WeightReceiver", "WeightSender", "WeightSubscriber", "WeightSync",

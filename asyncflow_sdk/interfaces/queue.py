@@ -44,7 +44,7 @@ class PutRows:
     again: bool
 
 
-class QueueLimits(TypedDict, total=False):
+class QueueOptions(TypedDict, total=False):
     """Keywords of ``configure``; None leaves a limit as it is. ``capacity_rows``, ``capacity_bytes``: most live rows,
     and most bytes of their payload. ``row_bytes``: reserve for a row with all its columns; 0, the default: the bytes of
     the largest row so far. ``steps``: the stream ends after so many. ``max_staleness``, ``staleness_policy``: see
@@ -70,7 +70,7 @@ class TransferQueue(abc.ABC):
     threads do not wait for each other. Every method raises WireError if the server cannot be reached."""
 
     @abc.abstractmethod
-    def configure(self, **limits: Unpack[QueueLimits]) -> None:
+    def configure(self, **limits: Unpack[QueueOptions]) -> None:
         """Set limits, before tasks are declared. Those not given stay as they are. Raises ConfigError, PluginError."""
 
     @abc.abstractmethod
