@@ -1,6 +1,7 @@
 """Version directories: any tool reads them, and they hold what was published."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from transport_ends import names, publishing
 
@@ -133,6 +135,48 @@ def test_tensors_that_ranks_have_pieces_of_lie_whole_under_their_names_in_one_fo
     update = Update(3, [receiver.fetch(manifest, where, timeout_s=30.0) for manifest, where in sent])
     assert all(np.array_equal(array, WHOLE[name]) for name, array in update.arrays())
     for sender in senders:
+        sender.close()
+
+
+def test_parts_without_bytes_are_published_too(path: Path, tmp_path: Path) -> None:
+    receiver = make_transport("file").receiver(Host(directory=tmp_path, name="r-0"))
+    none, empty = Manifest(3, (), ()), Manifest(4, (TensorInfo("w", "float32", (0, 4), 0, 0),), ())
+    senders = ranks_of(path, tmp_path, 2)
+    # given a rank without tensors, and then a version of empty tensors
+    for sent in (
+        [send(senders[0], 3, {"w": WHOLE["alone"]}), (none, senders[1].send(none))],
+        [(empty, sender.send(empty)) for sender in senders],
+    ):
+        # then each part is fetched, and the folder is a model
+        assert [receiver.fetch(*each, timeout_s=30.0).manifest for each in sent] == [manifest for manifest, _ in sent]
+    assert whole_of(path / "version-00000003")["w"].tolist() == WHOLE["alone"].tolist()
+    assert whole_of(path / "version-00000004") == {}
+    for sender in senders:
+        sender.close()
+
+
+def test_a_version_is_no_model_while_a_rank_writes(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = ranks_of(path, tmp_path, 2)
+    place, plain = path / "version-00000003", os.pwritev
+
+    def write(fd: int, views: Any, at: int) -> int:
+        if at and os.readlink(f"/proc/self/fd/{fd}").endswith("model-rank-0-00002-of-00002.safetensors"):
+            monkeypatch.undo()
+            # when the other rank is done, and this one has written the header of its second file
+            send(second, 3, {"other": WHOLE["alone"]})
+            # then there is no index, and the file is not taken for whole
+            assert not (place / "model.safetensors.index.json").exists()
+            with pytest.raises(SafetensorError):
+                load_file(place / "model-rank-0-00002-of-00002.safetensors")
+        return plain(fd, views, at)
+
+    monkeypatch.setattr(os, "pwritev", write)
+    send(first, 3, {"a": np.ones(512, np.uint8), "b": np.ones(512, np.uint8)})
+    assert os.pwritev is plain
+    assert whole_of(place).keys() == {"a", "b", "other"}
+    for sender in (first, second):
         sender.close()
 
 

@@ -175,11 +175,11 @@ class FileSender(WeightSender):
         for file in tensor_files(manifest, self._files.prefix):
             # a shared file may exist already: it keeps other ranks' bytes
             with _synced(directory / file.name, 0 if file.shared else os.O_EXCL) as fd:
-                os.ftruncate(fd, file.nbytes)
                 _write(fd, file.header, 0)
                 for run in file.runs:
                     _write(fd, chunks[run.chunk][run.start : run.stop], run.place)
-                _write_atomically(directory, self._files.manifest, msgspec.msgpack.encode(manifest))
+                os.ftruncate(fd, file.nbytes)  # last: a half-written file is short
+        _write_atomically(directory, self._files.manifest, msgspec.msgpack.encode(manifest))
         self._write_index(directory, manifest)
         sync_directory(directory.parent)
 
