@@ -253,7 +253,7 @@ class BlockIndex:
         while last - first >= self._capacity // 2:
             self._capacity *= 2
         for family, array in self._families.items():
-            kept, at = array[max(first, 0) : last + 1], max(-first, 0)  # a row below the base had no columns before
+            kept, at = array[max(first, 0) : max(last + 1, 0)], max(-first, 0)  # rows below the base had no columns
             self._families[family] = np.full(self._capacity, _NOWHERE, np.int64)
             self._families[family][at : at + len(kept)] = kept
         self._base += first

@@ -311,7 +311,7 @@ class CallExecutor:
             return self._measures.fill(command)
         except Exception:
             if (block := call.block) is not None and session_of(block.segment) == writer:
-                self.payload.release(block)
+                self.payload.free(block.segment, block.packed_serial)
             raise
 
     def _close_left(self) -> None:
@@ -351,7 +351,7 @@ class CallExecutor:
             command = over[ticket].command
             block = command.block if type(command) in WRITING else None
             if block is not None and (block.segment, block.serial) not in used:
-                self.payload.release(block)
+                self.payload.free(block.segment, block.packed_serial)
         for ticket, reply in effects.answers:
             if ticket not in over:
                 continue
@@ -366,7 +366,7 @@ class CallExecutor:
             else:
                 self._answer(ticket, asked.session, CallResult(reply, first=asked.first))  # type: ignore[arg-type]
                 if kind is cmd.PublishReply or kind is cmd.RollbackDone:
-                    self.payload.remove_old_weights()
+                    self.payload.files.remove_weights(self._state.versions.sessions())
         if effects.trained and self._listeners.has("step"):
             for trained in effects.trained:
                 self._report_step(trained)

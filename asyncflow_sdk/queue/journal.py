@@ -1,9 +1,10 @@
 """Journal: the inputs of a queue server in order of execution. A later server replays them.
 
-A file is a magic number and records. A record is a mark (8 bytes), its length (8), its number (8), an xxh3
-checksum of number and content (8), and the content. Record 0 is the head. An invalid record with none behind it is
-torn: it was never acknowledged. One before a valid record is damage. Space is allocated ahead and zero until written,
-so a full disk is detected before a request is executed.
+A file is a magic number and records. A record is a mark (8 random bytes, the same in all records of a file), length,
+number, the byte where its commit began (8 bytes each), an xxh3 checksum of all this, and the content. Record 0 is the
+head. The disk writes the pages of a commit in any order, so an invalid record is torn unless a later commit is behind
+it: that one began when the record was whole, so this is damage. Space is allocated ahead and zero until written, so a
+full disk is detected before a request is executed.
 
     journal.reserve(len(body), cmd.AddRows)     # raises MemoryFull: nothing was executed
     ...                                         # execute the request
@@ -13,13 +14,13 @@ so a full disk is detected before a request is executed.
 
 from __future__ import annotations
 
-import mmap
 import os
+import secrets
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import xxhash
@@ -44,8 +45,9 @@ KEPT: dict[type, int] = {
     cmd.CloseSession: 0,
 }  # fmt: skip
 """Bytes of a full journal that a command leaves to others; FOR_ENDS by default. Holders keep their rows, and leave."""
-_MARK = b"\xf7record\n"
+RESTORE = "Nothing was changed: restore the file from a copy, or move the directory away to start a new run"
 _FRAME = struct.Struct("<8sQQQ")
+_MARK = slice(len(MAGIC), len(MAGIC) + 8)
 
 
 class JournalHead(msgspec.Struct, frozen=True, array_like=True):
@@ -149,7 +151,7 @@ class Journal:
         self.path = path
         self.failure: OSError | None = None
         self._sync, self._number, self._written, self._allocated = sync, 0, 0, 0
-        self._buffer = bytearray(MAGIC)
+        self._mark, self._buffer = secrets.token_bytes(8), bytearray(MAGIC)
         self._fd = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         try:
             self.reserve(0, type(None))
@@ -158,7 +160,6 @@ class Journal:
             os.fsync(self._fd)
         except BaseException:
             self.close()
-            path.unlink(missing_ok=True)
             raise
 
     @property
@@ -175,7 +176,7 @@ class Journal:
             try:
                 os.posix_fallocate(self._fd, self._allocated, lacks + ROOM_BYTES)
             except OSError as error:
-                raise self._full(error) from None
+                raise self._full(error) from error
             self._allocated += lacks + ROOM_BYTES
 
     def append(self, record: Record, results: tuple[bytes, ...] = (), digest: int = 0) -> None:
@@ -185,29 +186,29 @@ class Journal:
     def commit(self, note: Callable[[str, str], None]) -> bool:
         """Write the records. Return False if the disk refuses; ``reserve`` fails meanwhile. ``note``: called when this
         changes, with a text and its level."""
-        failed = self.failure
+        failed, self.failure = self.failure, None
         try:
             self._write()
-            self.failure = None
         except OSError as error:
             self.failure = error
             if failed is None:
                 note(f"{self.path} cannot be written: {error}; answers wait", "error")
-        else:
-            if failed is not None:
-                note(f"{self.path} can be written again", "info")
-        return self.failure is None
+            return False
+        if failed is not None:
+            note(f"{self.path} can be written again", "info")
+        return True
 
     def close(self) -> None:
         """Close the file, and free the space allocated ahead. Idempotent."""
         if self._fd >= 0:
             with suppress(OSError):
                 os.ftruncate(self._fd, self._written)
-            os.close(self._fd)
+            with suppress(OSError):  # all that counts was committed before
+                os.close(self._fd)
             self._fd = -1
 
     def _frame(self, content: bytes) -> None:
-        self._buffer += framed(self._number, content)
+        self._buffer += framed(self._mark, self._number, content, self._written)
         self._number += 1
 
     def _write(self) -> None:
@@ -231,51 +232,53 @@ class Journal:
 
 
 class JournalReader:
-    """Reads the journal ``path`` of ``run``. ``records``: the number of entries read. ``torn_bytes``: bytes after the
-    last entry, without trailing zeros; 0 after a clean end. Raises ConfigError for another format, version or run."""
+    """Reads a copy of the journal ``path`` of ``run``. ``records``: the number of entries read. ``torn_bytes``: bytes
+    after the last entry, without trailing zeros; 0 after a clean end. ``incomplete``: True if a later commit is among
+    them, on a host started again that never synced. Raises ConfigError for another format, version or run."""
 
     def __init__(self, path: Path, run: str) -> None:
-        self.path, self.records, self.torn_bytes = path, 0, 0
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            self._data = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) if size else b""
-        self._end, self._synced = 0, True
-        _, content, end = record_at(self._data, len(MAGIC))
-        if content is not None and self._data[: len(MAGIC)] == MAGIC:
-            head = decode_head(content, path)
-            if head.run != run:
-                raise ConfigError(
-                    f"{path} belongs to run {head.run}, and the snapshot beside it to run {run}: put its own journal"
-                    " there, or choose another directory"
-                )
-            self._end, self._synced = end, not head.unsynced
+        self.path, self.records, self.torn_bytes, self.incomplete = path, 0, 0, False
+        self._data = path.read_bytes()
+        first = record_at(self._data, len(MAGIC))
+        if first is None or not self._data.startswith(MAGIC):
+            raise ConfigError(f"{path} has no valid head, or one of another version: {RESTORE}")
+        head = decode_head(first.content, path)
+        if head.run != run:
+            raise ConfigError(f"{path} belongs to run {head.run}, and the snapshot beside it to run {run}: {RESTORE}")
+        self._end, self._synced = first.end, not head.unsynced
 
     def entries(self) -> Iterator[JournalEntry]:
         """Yield the entries. Raises ConfigError at damage."""
-        while True:
-            number, content, end = record_at(self._data, self._end)
-            if content is None or number != self.records + 1:
-                return self._check_end()
-            self.records, self._end = number, end
-            yield _decode(content)
+        while (record := self._next()) is not None:
+            self.records, self._end = record.number, record.end
+            yield _decode(record.content)
+        self.torn_bytes = len(self._data[self._end :].rstrip(b"\0"))
 
-    def close(self) -> None:
-        """Unmap the file."""
-        if isinstance(self._data, mmap.mmap):
-            self._data.close()
+    def _next(self) -> _Framed | None:
+        """Return the next record; None at the end."""
+        for _ in range(2):
+            record = record_at(self._data, self._end)
+            if record is not None and record.number == self.records + 1:
+                return record
+            if not self._has_later_commit():
+                return None
+            self._data = self.path.read_bytes()  # a live server has written the record meanwhile, or it is damaged
+        self.incomplete = True
+        if not self._synced:
+            return None
+        raise ConfigError(
+            f"{self.path} is damaged: record {self.records + 1}, at byte {self._end}, is invalid, and valid records"
+            f" follow it. {RESTORE}"
+        )
 
-    def _check_end(self) -> None:
-        """Count the bytes at the end. Raises ConfigError if a valid record is among them, unless none was synced."""
-        behind = self._end
-        self.torn_bytes = len(self._data[behind:].rstrip(b"\0"))
-        while self._synced and (behind := self._data.find(_MARK, behind)) >= 0:
-            if record_at(self._data, behind)[1] is not None:
-                raise ConfigError(
-                    f"{self.path} is damaged: record {self.records + 1}, at byte {self._end}, is invalid, and valid"
-                    " records follow it. Nothing was changed: restore the file from a copy, or move the directory away"
-                    " to start a new run"
-                )
-            behind += 1
+    def _has_later_commit(self) -> bool:
+        """Return True if a valid record of a commit that began behind the next record's place is there."""
+        at, mark = self._end - 1, self._data[_MARK]
+        while (at := self._data.find(mark, at + 1)) >= 0:
+            record = record_at(self._data, at)
+            if record is not None and record.began > self._end:
+                return True
+        return False
 
 
 def boot() -> str:
@@ -283,17 +286,33 @@ def boot() -> str:
     return process_key(os.getpid()).split(" ")[0]
 
 
-def framed(number: int, content: bytes) -> bytes:
+class _Framed(NamedTuple):
+    """A valid record, and its end in the file."""
+
+    number: int
+    began: int
+    content: bytes
+    end: int
+
+
+def framed(mark: bytes, number: int, content: bytes, began: int = 0) -> bytes:
     """Return a record."""
-    return _FRAME.pack(_MARK, len(content), number, xxhash.xxh3_64_intdigest(content, number)) + content
+    frame = _FRAME.pack(mark, len(content), number, began)
+    return frame + _checksum(frame, content) + content
 
 
-def record_at(data: Any, at: int) -> tuple[int, bytes | None, int]:
-    """Return number and content of the record at a place, and its end. The content is None if it is invalid."""
-    start = at + _FRAME.size
-    if start > len(data):
-        return 0, None, at
-    mark, length, number, checksum = _FRAME.unpack_from(data, at)
+def record_at(data: bytes, at: int) -> _Framed | None:
+    """Return the record at a place; None if it is invalid."""
+    start = at + _FRAME.size + 8
+    frame, checksum = data[at : start - 8], data[start - 8 : start]
+    if start > len(data) or frame[:8] != data[_MARK]:
+        return None
+    _, length, number, began = _FRAME.unpack(frame)
     content = data[start : start + length]
-    valid = mark == _MARK and len(content) == length and xxhash.xxh3_64_intdigest(content, number) == checksum
-    return number, content if valid else None, start + length
+    if len(content) != length or _checksum(frame, content) != checksum:
+        return None
+    return _Framed(number, began, content, start + length)
+
+
+def _checksum(frame: bytes, content: bytes) -> bytes:
+    return xxhash.xxh3_64_digest(content, xxhash.xxh3_64_intdigest(frame))

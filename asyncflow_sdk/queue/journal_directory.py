@@ -27,7 +27,7 @@ import msgspec
 from .._version import __version__
 from ..errors import ConfigError, MemoryFull
 from ..memory import SharedDirectory, make_private_directory, private_opener, sync_directory
-from .journal import FORMAT, Journal, JournalHead, boot, decode_head, framed, record_at
+from .journal import FORMAT, RESTORE, Journal, JournalHead, boot, decode_head, framed, record_at
 
 MAGIC = b"asyncflow-state\n"
 LEAST_BYTES = 16 << 20
@@ -38,10 +38,10 @@ _log = logging.getLogger(__name__)
 
 class JournalDirectory:
     """``durability``: "process" (any process may die at any time), or "host" (payload is also on disk before a put is
-    acknowledged); None: as in the existing journal, else "process". ``history``: keep replaced journals for replays. ``head``: that of the newest snapshot; None for a new run.
-    ``addresses``: the earlier server's bound addresses, by requested address. ``rows``: directory of the row
-    segments, None for the run's shared memory. Not thread-safe. Raises ConfigError if another server has locked the
-    directory, or if it cannot be read."""
+    acknowledged); None: as in the existing journal, else "process". ``history``: keep replaced journals for replays.
+    ``number``, ``head``: those of the newest snapshot; 0 and None for a new run. ``addresses``: the earlier server's
+    bound addresses, by requested address. ``rows``: directory of the row segments, None for the run's shared memory.
+    Not thread-safe. Raises ConfigError if another server has locked the directory, or if it cannot be read."""
 
     def __init__(self, path: Path, durability: str | None, history: bool = False) -> None:
         self.path, self._history = path, history
@@ -54,7 +54,7 @@ class JournalDirectory:
                 sync_directory(parent)
         self._lock, self.addresses = _take_lock(path)
         try:
-            self._number, self.head, self._state = _newest(path)
+            self.number, self.head = _newest(path)
             if self.head is not None and durability not in (None, self.head.durability):
                 raise ConfigError(
                     f"{self.path} holds a run of durability {self.head.durability!r}; it cannot continue as"
@@ -70,11 +70,6 @@ class JournalDirectory:
             self.rows.mkdir(mode=0o700, exist_ok=True)
         self._least = 0
         self._journal: Journal | None = None
-
-    @property
-    def journal_path(self) -> Path:
-        """The journal after the newest snapshot."""
-        return self._file("journal", self._number)
 
     def shared_directory(self) -> SharedDirectory:
         """Return the run's shared memory: that of the earlier server, if any. Raises ConfigError, OSError; then the
@@ -92,31 +87,26 @@ class JournalDirectory:
             os.pwrite(self._lock, content, 0)
             os.ftruncate(self._lock, len(content))
 
-    def take_state(self) -> bytes:
-        """Return the newest snapshot's state, once."""
-        state, self._state = self._state, b""
-        return state
-
     def begin(self, state: bytes, memory: Path, now: float) -> None:
         """Write a snapshot of ``state``, and begin the journal after it. ``memory``: the run's shared memory. ``now``:
-        ledger seconds. Raises MemoryFull, OSError; then the old files count."""
-        number = self._number + 1
+        ledger seconds. Raises MemoryFull; then the old files count."""
+        number = self.number + 1
         rows = str(self.rows) if self.rows is not None else ""
         head = JournalHead(FORMAT, __version__, self.run, self.durability, str(memory), rows, boot(), now)
-        path, snapshot_path = self._file("journal", number), self._file("snapshot", number)
-        journal = Journal(path, head, self.durability == "host")
+        path, snapshot_path = self.file("journal", number), self.file("snapshot", number)
         try:
-            _write_snapshot(snapshot_path, head, state)
-        except BaseException as error:
-            journal.close()
-            for stale in (snapshot_path, path):  # they must never count
-                stale.unlink(missing_ok=True)
-            if isinstance(error, OSError):
-                raise MemoryFull(f"no room for a snapshot in {self.path}: {error}") from None
-            raise
+            with contextlib.ExitStack() as undo:
+                for stale in (path, snapshot_path):  # they must never count
+                    undo.callback(stale.unlink, missing_ok=True)
+                journal = Journal(path, head, self.durability == "host")
+                undo.callback(journal.close)
+                _write_snapshot(snapshot_path, head, state)
+                undo.pop_all()
+        except (OSError, MemoryFull) as error:
+            raise MemoryFull(f"no room to begin {path}, so the old files count: {error.__cause__ or error}") from None
         if self._journal is not None:
             self._journal.close()
-        self._number, self.head, self._least = number, head, LEAST_BYTES  # the new pair counts from here on
+        self.number, self.head, self._least = number, head, LEAST_BYTES  # the new pair counts from here on
         self._journal = journal
         with contextlib.suppress(OSError):
             self._least = max(LEAST_BYTES, GROWTH * snapshot_path.stat().st_size)
@@ -162,7 +152,8 @@ class JournalDirectory:
             make_private_directory(folder)
         path.rename(aside / path.name)
 
-    def _file(self, kind: str, number: int) -> Path:
+    def file(self, kind: str, number: int) -> Path:
+        """Return the path of a "journal" or a "snapshot"."""
         return self.path / f"{kind}-{number:06d}"
 
 
@@ -177,11 +168,11 @@ def is_unfinished(path: Path) -> bool:
 def read_snapshot(path: Path) -> tuple[JournalHead, bytes]:
     """Return head and encoded state of a snapshot. Raises ConfigError."""
     data = path.read_bytes()
-    _, head, end = record_at(data, len(MAGIC))
-    _, state, _ = record_at(data, end)
+    head = record_at(data, len(MAGIC))
+    state = record_at(data, head.end) if head is not None else None
     if not data.startswith(MAGIC) or head is None or state is None:
-        raise ConfigError(f"{path} is damaged, or of another version")
-    return decode_head(head, path), state
+        raise ConfigError(f"{path} is damaged, or of another version. {RESTORE}")
+    return decode_head(head.content, path), state.content
 
 
 def _write_snapshot(path: Path, head: JournalHead, state: bytes) -> None:
@@ -189,7 +180,8 @@ def _write_snapshot(path: Path, head: JournalHead, state: bytes) -> None:
     part = path.with_suffix(".part")
     try:
         with open(part, "wb", opener=private_opener) as file:
-            file.writelines((MAGIC, framed(0, msgspec.msgpack.encode(head)), framed(1, state)))
+            mark, encoded = MAGIC[:8], msgspec.msgpack.encode(head)  # it is never searched for
+            file.writelines((MAGIC, framed(mark, 0, encoded), framed(mark, 1, state)))
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
@@ -198,20 +190,15 @@ def _write_snapshot(path: Path, head: JournalHead, state: bytes) -> None:
         part.unlink(missing_ok=True)
 
 
-def _newest(path: Path) -> tuple[int, JournalHead | None, bytes]:
-    """Return number, head and state of the newest snapshot; 0, None and b"" if there is none."""
-    failed: list[str] = []
-    for found in sorted(path.glob("snapshot-" + "[0-9]" * 6), reverse=True):
-        if not found.with_name(f"journal-{found.name[-6:]}").exists():
-            failed.append(f"journal-{found.name[-6:]} is missing")
-            continue
-        try:
-            return int(found.name[-6:]), *read_snapshot(found)
-        except ConfigError as error:
-            failed.append(str(error))
-    if failed:
-        raise ConfigError(f"{path} holds a run that cannot be read: {failed[0]}. Move it away to start a new run")
-    return 0, None, b""
+def _newest(path: Path) -> tuple[int, JournalHead | None]:
+    """Return number and head of the newest snapshot; 0 and None if there is none."""
+    found = max(path.glob("snapshot-" + "[0-9]" * 6), default=None)
+    if found is None:
+        return 0, None
+    journal = found.with_name(f"journal-{found.name[-6:]}")
+    if not journal.exists():
+        raise ConfigError(f"{journal} is missing. {RESTORE}")
+    return int(found.name[-6:]), read_snapshot(found)[0]
 
 
 def _take_lock(path: Path) -> tuple[int, dict[str, str]]:

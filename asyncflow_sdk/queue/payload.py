@@ -34,14 +34,12 @@ from .block_index import BlockCheck, BlockIndex
 from .listeners import StepRows, sampled
 from .protocol import WRITING, Call, CallResult, decode_call, encode, failure
 from .stores.blocks import to_image
-from .stores.fetch import FetchRequest, check_parts, read_parts
+from .stores.fetch import DECODE_ERRORS, FetchRequest, check_parts, read_parts
 from .stores.homes import SERVER_MEMORY, HomeId, home_of, session_of
 from .stores.reader import ColumnReader, from_image
 
 SERVER = 0
 """The session in the names of the server's own segments."""
-DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Exceptions raised by decoding an invalid call."""
 MOST_UNREAD = 16
 """Steps that may hold descriptors of their segments until read. Further steps are read at once."""
 _log = logging.getLogger(__name__)
@@ -88,13 +86,9 @@ class Payload:
     def end_session(self, session: int) -> None:
         """Remove the segments of an ended session, except those needed by rows or kept versions."""
         self.files.end_session(session, self.index.segments())
-        self.remove_old_weights()
+        self.files.remove_weights(self._state.versions.sessions())
 
     # ---- blocks
-
-    def release(self, block: Block) -> None:
-        """Free a block without rows."""
-        self.free(block.segment, block.packed_serial)
 
     def retire(self, ids: Ids) -> None:
         """Release ended rows, and free the unneeded blocks."""
@@ -109,7 +103,7 @@ class Payload:
         elif segment.startswith(self._prefix):
             self.freed += unpack_ids(serials).tolist()
         elif segment not in self._needed():
-            self.files.remove(segment)
+            self.files.pending.append(self.rows / segment)
 
     def _waiting(self) -> dict[int, Block]:
         """Return the blocks of waiting puts, by ticket."""
@@ -119,10 +113,6 @@ class Payload:
     def _needed(self) -> set[str]:
         """Return the segments needed by rows or waiting puts."""
         return self.index.segments() | {block.segment for block in self._waiting().values()}
-
-    def remove_old_weights(self) -> None:
-        """Remove weights of versions no longer kept."""
-        self.files.remove_weights(self._state.versions.sessions())
 
     def settle(self) -> None:
         """Free memory and remove files, once the records of their rows' end are committed."""
@@ -353,10 +343,6 @@ class SegmentFiles:
         """Free blocks with the session's next answer."""
         self.freed[session] = self.freed.get(session, b"") + serials
 
-    def remove(self, segment: str) -> None:
-        """Remove a segment of an ended session: its last row has ended."""
-        self.pending.append(self._rows / segment)
-
     def end_session(self, session: int, needed: Collection[str]) -> None:
         """Remove an ended session's segments of rows, unless ``needed``."""
         self.freed.pop(session, None)
@@ -379,6 +365,9 @@ class SegmentFiles:
 
     def remove_pending(self) -> None:
         """Remove the files; call it once the records of their end are committed."""
-        for path in self.pending:
-            path.unlink(missing_ok=True)
-        self.pending = []
+        pending, self.pending = self.pending, []
+        for path in pending:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:  # it stays: a leak must not stop the server
+                _log.error("%s cannot be removed: %s", path, error)

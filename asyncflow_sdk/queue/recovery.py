@@ -8,7 +8,6 @@ A run served with ``history`` is replayed from its beginning, any other from its
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,20 +38,22 @@ NOT_COMPARED = ("now", "deadlines")
 @dataclass(frozen=True)
 class Recovered:
     """The result of a server's recovery. ``records``: replayed. ``rows``: live. ``lost``: rows with lost payload; they
-    failed with their groups. ``discarded_bytes``: torn bytes at the journal's end. ``differing``: records with other
-    answers than the first time: a bug."""
+    failed with their groups. ``discarded_bytes``: bytes at the journal's end that were not replayed.
+    ``incomplete``: True if acknowledged work is among them. ``differing``: records with other answers than the first
+    time: a bug."""
 
     records: int
     rows: int
     sessions: int
     lost: int
     discarded_bytes: int
+    incomplete: bool
     differing: int
 
     @property
     def level(self) -> str:
         """Level of the note about it."""
-        if self.differing:
+        if self.differing or self.incomplete:
             return "error"
         return "warning" if self.lost or self.discarded_bytes else "info"
 
@@ -61,7 +62,9 @@ class Recovered:
         if self.lost:
             text += f"; the payload of {self.lost} rows is lost, and they failed with their groups"
         if self.discarded_bytes:
-            text += f"; {self.discarded_bytes} bytes at the journal's end were torn; they were never acknowledged"
+            text += f"; the last {self.discarded_bytes} bytes of the journal are no whole commit and were left out"
+        if self.incomplete:
+            text += ", and so was acknowledged work behind them: the host was started again at durability 'process'"
         if self.differing:
             text += f"; {self.differing} records gave other answers than before: a bug of the SDK, please report it"
         return text
@@ -72,9 +75,9 @@ def recover(directory: JournalDirectory, executor: CallExecutor) -> Recovered | 
     head = directory.head
     if head is None:
         return None
-    executor.restore(directory.take_state())
-    with contextlib.closing(JournalReader(directory.journal_path, directory.run)) as recorded:
-        differing, now = executor.replay(recorded, head.now, lambda record: None)
+    executor.restore(read_snapshot(directory.file("snapshot", directory.number))[1])
+    recorded = JournalReader(directory.file("journal", directory.number), directory.run)
+    differing, now = executor.replay(recorded, head.now, lambda record: None)
     executor.clock.resume(now)
 
     def exist(segment: str, starts: Ids, serials: Ids, sizes: Ids) -> npt.NDArray[np.bool_]:
@@ -90,7 +93,8 @@ def recover(directory: JournalDirectory, executor: CallExecutor) -> Recovered | 
             executor.close_session(session, "its host was started again", now)
     executor.payload.reconcile()
     live, sessions = executor.ledger.audit().live, len(executor.clients.by_session)
-    return Recovered(recorded.records, live, sessions, len(lost), recorded.torn_bytes, differing)
+    discarded = recorded.torn_bytes, recorded.incomplete
+    return Recovered(recorded.records, live, sessions, len(lost), *discarded, differing)
 
 
 @dataclass(frozen=True)
@@ -113,12 +117,13 @@ class Milestone:
 
 @dataclass(frozen=True)
 class Replayed:
-    """The result of a replay. ``differing``: records with other answers than in the run: a bug. ``torn_bytes``: at
-    the journal's end. ``digest``: see ``digest_of``."""
+    """The result of a replay. ``differing``: records with other answers than in the run: a bug. ``torn_bytes``,
+    ``incomplete``: see ``Recovered``. ``digest``: see ``digest_of``."""
 
     records: int
     differing: int
     torn_bytes: int
+    incomplete: bool
     milestones: tuple[Milestone, ...]
     audit: Audit
     digest: str
@@ -151,17 +156,18 @@ def replay(directory: str | Path, on_milestone: Callable[[Milestone], None] | No
             on_milestone(milestones[-1])
 
     records = differing = torn = 0
-    now = first.now
+    now, incomplete = first.now, False
     try:
         for number, (snapshot_path, journal) in enumerate(parts):
             head, state = read_snapshot(snapshot_path)
             executor.restore(state)
             add("begins" if not number else "continues after a snapshot", head.now)
-            with contextlib.closing(JournalReader(journal, head.run)) as recorded:
-                others, now = executor.replay(recorded, head.now, lambda record: add(_milestone(record), record.now))
-            records, differing, torn = records + recorded.records, differing + others, recorded.torn_bytes
+            recorded = JournalReader(journal, head.run)
+            others, now = executor.replay(recorded, head.now, lambda record: add(_milestone(record), record.now))
+            records, differing = records + recorded.records, differing + others
+            torn, incomplete = recorded.torn_bytes, incomplete or recorded.incomplete
         add("ends", now)
-        return Replayed(records, differing, torn, tuple(milestones), ledger.audit(), digest_of(ledger))
+        return Replayed(records, differing, torn, incomplete, tuple(milestones), ledger.audit(), digest_of(ledger))
     finally:
         wire.stop()
         payload.close()

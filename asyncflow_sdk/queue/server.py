@@ -31,7 +31,7 @@ from .call_executor import CallExecutor
 from .journal import DISK_RETRY_S, DropRecord, Record, RequestRecord, SessionEndRecord, TickRecord
 from .journal_directory import JournalDirectory
 from .listeners import Listeners
-from .payload import DECODE_ERRORS, IncomingBlock, Payload
+from .payload import IncomingBlock, Payload
 from .protocol import (
     UNRECORDED,
     Call,
@@ -50,7 +50,7 @@ from .protocol import (
     failure,
 )
 from .recovery import Recovered, recover
-from .stores.fetch import FetchRequest, Needed, NeededRequest
+from .stores.fetch import DECODE_ERRORS, FetchRequest, Needed, NeededRequest
 from .stores.homes import HomeId
 from .stores.local import make_store
 

@@ -169,7 +169,7 @@ class _Decoder:
 def classes() -> dict[str, type]:
     """Return the imported classes of our packages, by their names in snapshots."""
     named: dict[str, type] = {}
-    for module in [module for name, module in sys.modules.items() if name.startswith(f"{_PACKAGE}.")]:
+    for module in [module for name, module in list(sys.modules.items()) if name.startswith(f"{_PACKAGE}.")]:
         for cls in list(vars(module).values()):
             if isinstance(cls, type) and cls.__module__ == module.__name__ and (name := _name(cls)) is not None:
                 assert named.setdefault(name, cls) is cls, f"two classes are {name}"

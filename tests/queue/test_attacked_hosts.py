@@ -13,11 +13,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from attacked import FAR, NEAR, PORT, Attacked
+from attacked import FAR, NEAR, PORT, SERVER, Attacked
+from children import outcome, say
 from processes import below
 from small_disk import SmallDisk, small_disk
 from waiting import until
 
+import asyncflow_sdk as af
 from asyncflow_sdk.wire import RunKey, ensure_keys
 from asyncflow_sdk.wire.keys import save
 from benchmarks.hosts.network import unavailable
@@ -257,6 +259,11 @@ def test_the_memory_of_a_host_is_full_and_the_server_is_killed(attacked: Attacke
     attacked.ended(consumed=504)
 
 
+def refused(directory: str) -> None:
+    """Say why a run cannot be served."""
+    say(outcome(lambda: af.serve(directory)))
+
+
 def test_the_disk_of_the_server_is_full(attacked: Attacked, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 40) as disk:
         attacked.folder, attacked.key = disk.path, str(disk.path / "run" / "run.key")
@@ -270,11 +277,19 @@ def test_the_disk_of_the_server_is_full(attacked: Attacked, tmp_path: Path) -> N
         # then the put says why, while rows that are there are worked on
         assert answer.startswith("MemoryFull: the journal")
         assert "No space left on device" in answer
-        attacked.kill_server()
         rows = list(range(number))
-        assert sorted(far(f"score({number})")) == sorted(far(f"train({number})")) == rows
-        # and when there is room, it is put
+        assert sorted(far(f"score({number})")) == rows
+        # and a killed server is not followed by another, which says why, while clients wait
+        live = attacked.audit()["live"]
+        attacked.server.kill()
+        far.say(f"train({number})")
+        refusal = attacked.start(SERVER, refused, str(disk.path / "run")).hear()
+        assert refusal.startswith("MemoryFull: no room to begin ")
+        assert "No space left on device" in refusal
+        # but when there is room, nothing is lost, and it is put
         disk.free()
+        assert attacked.serve(**attacked.options) == {"rows": live, "differing": 0}
+        assert sorted(far.hear()) == rows
         assert near(put) == 1
         assert far("score(1)") == far("train(1)") == [number]
         attacked.ended(consumed=number + 1)

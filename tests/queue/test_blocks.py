@@ -13,6 +13,8 @@ from queue_runs import Served, memory_of, running
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import SchemaError
 from asyncflow_sdk.interfaces import TransferQueue
+from asyncflow_sdk.queue.block_index import BlockIndex
+from asyncflow_sdk.types.blocks import Block
 
 ROWS = 3
 VALUES: dict[str, Any] = {"x": np.arange(3.0), "r": [np.arange(3), np.arange(1), np.arange(1)]}
@@ -144,3 +146,14 @@ def test_damaged_blocks_never_crash_a_reader() -> None:
     assert outcome["strange"] == []
     assert outcome["refused"] > 50
     assert outcome["read"] > 50
+
+
+def test_a_row_from_before_all_others_gets_a_block_when_none_is_left() -> None:
+    # given an index that has moved on to newer rows, which have ended
+    index = BlockIndex()
+    index.add(np.array([3000]), Block("s1-a", 0, 1, 1, 64, ("x",)), np.array([0]))
+    index.retire(np.array([3000]))
+    # when an older row, which lost its columns, gets new ones, then they are found
+    index.add(np.array([2990]), Block("s1-a", 64, 2, 1, 64, ("x",)), np.array([0]))
+    (found,) = index.locate(np.array([2990]), ("x",))
+    assert found.segments == ("s1-a",)

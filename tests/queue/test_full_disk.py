@@ -135,7 +135,7 @@ def test_a_run_that_was_killed_on_a_full_disk_is_served_again_once_there_is_room
         lost_rows.unlink()
         # then it is not served, and all that it had recorded stays
         for _ in range(2):
-            with pytest.raises(MemoryFull, match="no room for .*No space left on device"):
+            with pytest.raises(MemoryFull, match="no room to begin .*No space left on device"):
                 af.serve(run.directory)
         # and where there is room again, it goes on, and the put is carried out, once
         disk.free()
@@ -172,3 +172,19 @@ def test_where_no_row_was_ever_put_a_full_disk_is_an_error(disk: SmallDisk) -> N
     disk.fill()
     with pytest.raises((MemoryFull, af.ConfigError), match="No space left"):
         af.serve(disk.path / "run", durability="process")
+
+
+def test_a_disk_without_files_left_refuses_the_next_server(tmp_path: Path) -> None:
+    # given a killed run on a disk with room, but for no file more
+    with small_disk(tmp_path / "disk", 40, inodes=60) as disk, Durable(disk.path / "run") as run:
+        run.kill()
+        others = map(disk.path.joinpath, map(str, range(60)))
+        with contextlib.suppress(OSError):
+            for path in others:
+                path.touch()
+        # when, then
+        with pytest.raises(MemoryFull, match="no room to begin .*the old files count: .*No space left on device"):
+            af.serve(run.directory)
+        for path in disk.path.glob("[0-9]*"):
+            path.unlink()
+        assert run.start()["differing"] == 0

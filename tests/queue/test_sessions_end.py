@@ -43,3 +43,16 @@ def test_what_a_client_held_goes_when_it_is_evicted() -> None:
         with pytest.raises(ProtocolError, match="send hello first"):
             held.ack()
         assert [session.name for session in queue.status().sessions] == ["driver", "test"]
+
+
+def test_a_segment_that_cannot_be_removed_stops_nobody() -> None:
+    with running() as run:
+        queue, left = run.queue(), run.client("left")
+        queue.declare("work", needs=["x"])
+        # given memory of a session with something in its place that is no file
+        directory = run.memory / f"s{left.session}-0-directory"
+        directory.mkdir()
+        # when the session ends, then others go on
+        left.close()
+        assert queue.put({"x": [1]}, timeout_s=20).count == 1
+        directory.rmdir()
