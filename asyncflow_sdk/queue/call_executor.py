@@ -247,10 +247,11 @@ class CallExecutor:
     def close_session(self, session: str, reason: str, now: float, *, blame: bool = True) -> None:
         """Close the session of a dead process. ``blame``: its rows count an attempt."""
         client = self.clients.close(session)
-        homes = [home for home in self._state.homes.by_number.values() if home.unit == client.number]
+        homes = self._state.homes.by_number
+        served = [number for number, home in homes.items() if home.unit == client.number]
         self.ledger.session_died(client.number, now, reason, blame=blame)
         if not blame:
-            self.clients.silence(client, {home.number: home.absent_since for home in homes})
+            self.clients.silence(client, {number: homes[number].absent_since for number in served})
         self._flush()
         self._wire.forget(session)
         self.payload.end_session(client.number)

@@ -85,14 +85,14 @@ def set_tcp(socket: Any, address: str) -> None:
 
 def probe(address: str) -> None:
     """Raises ServerLost if no server listens at an address, ConfigError for an invalid address."""
-    transport, _, rest = address.partition("://")
-    if transport not in ("ipc", "tcp"):
+    transport = transport_of(address)
+    if transport == "inproc":
         raise ConfigError(f"{address!r} is no address of another process; tcp://HOST:PORT or ipc://PATH is expected")
     try:
         if transport == "ipc":
             with sockets.socket(sockets.AF_UNIX) as trial:
                 trial.settimeout(CONNECT_S)
-                trial.connect(rest)
+                trial.connect(address.partition("://")[2])
         else:
             sockets.create_connection(host_and_port(address), CONNECT_S).close()
     except OSError as error:
