@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 WaitForPart = Callable[[cmd.LeaseRows], Awaitable[tuple[StepPart, cmd.LeasedPart]]]
 """Sends the request for a part of a step, and returns it."""
+R = TypeVar("R")
 T = TypeVar("T", bound="AsyncContext")
 U = TypeVar("U", bound="BlockingContext")
 
@@ -103,36 +104,37 @@ class Lease:
         """Restart the lease's time here."""
         self.since = now
 
-    async def _send(self, command: cmd.AnyCommand, left: int) -> None:
-        """Send the last command about some rows; ``left`` rows remain. None do if the lease is lost."""
+    async def _settle(self, sent: Awaitable[R], count: int) -> R:
+        """Return the answer to the last message about ``count`` rows. None are left if the lease is lost."""
         try:
-            await self._port.send(command)
+            answer = await sent
         except LeaseLost:
             self._left = 0
             raise
-        self._left = left
+        self._left = max(self._left - count, 0)  # other tasks have changed it meanwhile
+        return answer
 
     async def _renew(self, *, after_s: float = 0.0) -> None:
         now = time.monotonic()
         if self._void or now - self.since < after_s:
             return
-        await self._send(cmd.Renew(token=self.token, rank=self.rank), self._left)
+        await self._settle(self._port.send(cmd.Renew(token=self.token, rank=self.rank)), 0)
         self.since = now
 
-    async def _return(self, rows: npt.NDArray[np.int32] | None, left: int, reason: str, blame: bool) -> None:
+    async def _return(self, rows: npt.NDArray[np.int32] | None, reason: str, blame: bool) -> None:
         if self._void:
             return
-        index = None if rows is None else rows.tobytes()
+        index, count = (None, self._left) if rows is None else (rows.tobytes(), len(rows))
         reason = plain_text(reason) if isinstance(reason, str) else reason
         command = cmd.GiveBack(token=self.token, index=index, reason=reason, blame=blame, rank=self.rank)
-        await self._send(command, left)
+        await self._settle(self._port.send(command), count)
 
     async def _close(self, error: BaseException | None, *, blame: bool = False) -> None:
         """Give the rest back."""
         if self._left > 0:
             reason = self._reason if error is None else error_text(error)
             blame |= isinstance(error, Exception) and not isinstance(error, MemoryFull)  # the fault of no row
-            await self._return(None, 0, reason, blame)
+            await self._return(None, reason, blame)
 
 
 class UnreadLease(Lease):
@@ -176,12 +178,7 @@ class BatchVerbs(Lease, Batch):
         command, packed, count = self._completion(columns, index, filtered)
         if self._void:
             return self.ids
-        try:
-            reply = await self._port.send_columns(command, packed)
-        except LeaseLost:
-            self._left = 0
-            raise
-        self._left -= count
+        reply = await self._settle(self._port.send_columns(command, packed), count)
         return unpack_ids(reply.revoked)
 
     def finish(
@@ -234,7 +231,7 @@ class BatchVerbs(Lease, Batch):
         pending, count = last
         answer = await self._port.submit(pending, then)
         if answer.first is not None or (then is None and answer.error is None):
-            self._left -= count
+            self._left = max(self._left - count, 0)
         elif answer.error is not None and answer.error[0] == LeaseLost.__name__:
             self._left = 0
         if then is None or answer.first is None:
@@ -243,7 +240,7 @@ class BatchVerbs(Lease, Batch):
 
     async def _give_back(self, *, index: npt.ArrayLike | None = None, reason: str = "", blame: bool = False) -> None:
         rows = None if index is None else _positions(index)
-        await self._return(rows, 0 if rows is None else self._left - len(rows), reason, blame)
+        await self._return(rows, reason, blame)
 
     async def _ack(self, *, filtered: npt.ArrayLike | None = None) -> None:
         await self._complete(filtered=filtered)
@@ -310,25 +307,22 @@ class StepVerbs(Lease):
 
     async def _next_part(self) -> StepPart | None:
         """Return the next part; None after the last."""
-        part, self._first = self._first, None
-        if part is not None or self._complete:
-            return part
+        first, self._first = self._first, None
+        if first is not None or self._complete:
+            return first
         began = time.monotonic()
-        try:
-            part, _ = await self._wait(self._request)
-        except LeaseLost:
-            self._left = 0
-            raise
+        part, _ = await self._settle(self._wait(self._request), 0)
         self._port.connection.report_wait(began)
         self._delivered(part)
         return part
 
     async def _ack(self, *, filtered: npt.ArrayLike | None = None) -> None:
         drop = None if filtered is None else _filtered(filtered, self._rows)
-        await self._send(cmd.Complete(token=self.token, columns={}, filtered=drop, rank=self.rank), 0)
+        command = cmd.Complete(token=self.token, columns={}, filtered=drop, rank=self.rank)
+        await self._settle(self._port.send(command), 1)
 
     async def _give_back(self, *, reason: str = "", blame: bool = False) -> None:
-        await self._return(None, 0, reason, blame)
+        await self._return(None, reason, blame)
 
     async def _close(self, error: BaseException | None, *, blame: bool = False) -> None:
         with contextlib.suppress(LeaseLost):

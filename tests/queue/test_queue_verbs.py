@@ -233,6 +233,33 @@ def test_one_event_loop_does_it_all_at_once(queue: TransferQueue) -> None:
     assert balance(queue) == (300, 0, 300)
 
 
+@pytest.mark.parametrize(
+    "verbs",
+    [("complete", "renew", "renew"), ("complete", "complete"), ("complete", "give_back"), ("give_back", "give_back")],
+)
+def test_tasks_of_one_loop_share_a_batch(queue: TransferQueue, verbs: tuple[str, ...]) -> None:
+    # given
+    queue.put({"x": np.arange(3.0)})
+
+    async def scenario() -> None:
+        async with await queue.aio.get("work", 3) as batch:
+            say = {
+                "complete": lambda row: batch.complete({"y": [0.0]}, index=[row]),
+                "give_back": lambda row: batch.give_back(index=[row]),
+                "renew": lambda _: batch.renew(),
+            }
+            # when they settle a row each at once, or renew the lease meanwhile
+            await asyncio.gather(*(say[verb](row) for row, verb in enumerate(verbs)))
+            # then the others are left, and nothing is to be given back once they are complete
+            settled = len(verbs) - verbs.count("renew")
+            assert batch.left == 3 - settled
+            await batch.complete({"y": np.zeros(batch.left)}, index=np.arange(settled, 3))
+            assert batch.left == 0
+
+    asyncio.run(scenario())
+    assert queue.status().lease_count == 0
+
+
 def test_numbers_from_numpy_are_numbers(queue: TransferQueue) -> None:
     queue.put({"x": [1.0, 2.0]}, group_size=np.int64(2), timeout_s=np.float32(5))  # type: ignore[arg-type]
     assert queue.get("work", np.int64(3), timeout_s=np.float64(5)).rows == 3
