@@ -34,7 +34,7 @@ MAX_SIZE = {  # lines, files
     "asyncflow_sdk/cli": (5_855, 46),
     "asyncflow_sdk/interfaces": (2_028, 13),
     "asyncflow_sdk/ledger": (7_520, 28),
-    "asyncflow_sdk/memory": (1_450, 6),
+    "asyncflow_sdk/memory": (1_446, 6),
     "asyncflow_sdk/plugins": (594, 4),
     "asyncflow_sdk/queue": (6_643, 28),
     "asyncflow_sdk/testing": (9_806, 57),

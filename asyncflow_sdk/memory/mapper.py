@@ -193,14 +193,10 @@ class PrivateMaps:
             if mapped.gone:
                 self._idle.pop(key, None)
 
-    def clear(self) -> None:
-        """Discard all mappings without views."""
-        self._idle.clear()
-
     def close(self) -> None:
         """Discard all mappings, each once it has no view."""
         self._closed = True
-        self.clear()
+        self._idle.clear()
 
 
 def _private(mapped: MappedSegment, low: int, stop: int) -> mmap.mmap:

@@ -84,8 +84,7 @@ class EngineLoader:
 
 
 def _check_verify(name: str, can: Capabilities, verify: Sequence[str], *, running: bool) -> None:
-    """Raise ConfigError with the reason unless an engine can give these proofs. ``running``:
-    requests run during a load."""
+    """Raise ConfigError unless an engine can give these proofs. ``running``: requests run during a load."""
     check_types(Weights, {"verify": verify})
     if "probe" in verify and not can.logprobs:
         raise ConfigError(f'{name} cannot score given responses, which verify="probe" asks for')

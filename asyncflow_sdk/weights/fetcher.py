@@ -70,9 +70,8 @@ class VersionFetcher:
                     usable = base.get(rank) if receiver.keeps_base else None
                     fetched.append(await self._fetch_part(receiver, manifest, part.where, usable))
                     for text in fetched[-1].notes:
-                        note = ev.Note(
-                            time_s=time.monotonic(), worker=self._connection.name, text=text, level="warning"
-                        )
+                        name = self._connection.name
+                        note = ev.Note(time_s=time.monotonic(), worker=name, text=text, level="warning")
                         self._connection.report(note)
                 return StagedVersion(announcement, fetched, self._rename)
             except BaseException:

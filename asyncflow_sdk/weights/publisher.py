@@ -220,12 +220,12 @@ class TransportPublisher(WeightPublisher):
             version, self._sender.room, digests, helper=self._background if len(os.sched_getaffinity(0)) > 1 else None, dtype=self._dtype,
             rename=self._rename, sizes=self._sizes,
         )  # fmt: skip
-        self._delivery = None
+        self._delivery = announced = None
         try:
-            announced = run_blocking(self._port.send(cmd.Announce(version=version, timeout_s=self.timeout_s)))
-        finally:
-            self._resolve_unconfirmed()
-        try:
+            try:
+                announced = run_blocking(self._port.send(cmd.Announce(version=version, timeout_s=self.timeout_s)))
+            finally:
+                self._resolve_unconfirmed()
             if announced.lost and self._newest is not None:
                 self._newest.lose(announced.lost)
             self._free_all_but(announced.keep)
@@ -240,7 +240,8 @@ class TransportPublisher(WeightPublisher):
             self._delivery = None
             if digests is not None:
                 digests.cancel()
-            self._withdraw(version, error)
+            if announced is not None or not isinstance(error, AsyncFlowError):  # else it was refused
+                self._withdraw(version, error)
             raise
         worker, took = self._connection.name, time.monotonic() - began
         self._connection.report(ev.Span(time_s=began, worker=worker, kind="publish", seconds=took, version=version))

@@ -133,7 +133,7 @@ class ReplicaSubscriber:
         self._opened = True
         if self.loaded is not None:
             await self._port.send(cmd.ReportLoaded(version=self.loaded, own=self._own))
-        self._background = [asyncio.create_task(self._guard(each)) for each in (self._watch(), self._keep_staged())]
+        self._background = [asyncio.create_task(self._guard(each)) for each in (self._watch, self._keep_staged)]
 
     async def close(self) -> None:
         """Stop, retire, and release all versions except the one being loaded. Idempotent."""
@@ -170,7 +170,7 @@ class ReplicaSubscriber:
         if self.staged:
             self._cancel_request()
             self._requested = self._staged
-            self._request = asyncio.create_task(self._guard(self._await_permission(self._requested)))
+            self._request = asyncio.create_task(self._guard(self._await_permission, self._requested))
 
     async def try_permission(self) -> bool:
         """Return True if the staged version may be loaded now. Does not wait for other replicas."""
@@ -346,9 +346,9 @@ class ReplicaSubscriber:
 
     # ---- from announced to staged, in the background
 
-    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _guard(self, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         try:
-            await work
+            await work(*args)
         except Exception as error:
             self.failure = self.failure or error
             self._changed.set()

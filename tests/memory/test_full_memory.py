@@ -1,6 +1,7 @@
 """A full file system is an error, and its message names remedies."""
 
 import shutil
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +41,15 @@ def test_a_full_file_system_is_an_error_that_says_what_to_do(tiny: Path) -> None
     free(arena, kept[0])
     again = arena.allocate(900_000)
     assert (again.segment, again.start) == (kept[0].segment, kept[0].start)
+
+
+def test_a_block_beyond_all_memory_is_refused_before_a_table_of_its_pages_is_made(tmp_path: Path) -> None:
+    tracemalloc.start()
+    with pytest.raises(MemoryFull):
+        Arena(tmp_path, "w", MB).allocate(1 << 42)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < MB
 
 
 def test_free_ranges_make_room_for_a_larger_block(tiny: Path) -> None:

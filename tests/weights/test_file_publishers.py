@@ -184,6 +184,16 @@ def test_a_disk_that_fills_up_fails_one_version_and_leaves_nothing(tmp_path: Pat
         last.check(ends.fetch(receiver, last))
 
 
+def test_nothing_is_written_through_a_link_in_the_place_of_a_version(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    with publishing(path) as ends:
+        (path / "version-00000001").symlink_to(tmp_path / "other")
+        with pytest.raises(NotADirectoryError, match="version 1: it is a symbolic link; .*'.*version-00000001'"):
+            ends.publish(1, tensors())
+        assert names(tmp_path / "other") == []
+        ends.publish(2, tensors())
+
+
 def test_an_error_while_writing_leaves_nothing(
     files: TransportHarness, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

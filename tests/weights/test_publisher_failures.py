@@ -24,6 +24,7 @@ from asyncflow_sdk.errors import (
     WeightError,
     WeightMismatch,
 )
+from asyncflow_sdk.queue.coroutines import run_blocking
 from asyncflow_sdk.types.events import Note
 
 
@@ -149,6 +150,21 @@ def test_a_version_that_cannot_be_written_leaves_the_one_before(
     assert served.current() == (1, 1.0)
     served.publish(2)
     assert served.current() == (2, 2.0)
+
+
+def test_an_interrupted_announcement_is_withdrawn(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    served.publish(1)
+
+    def interrupted(work: Any) -> None:
+        monkeypatch.undo()
+        run_blocking(work)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("asyncflow_sdk.weights.publisher.run_blocking", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        served.publisher.publish(2, model(2))
+    assert served.run.queue.status().announced == -1
+    served.publish(2)
 
 
 def test_a_version_that_was_withdrawn_by_a_rollback_is_not_current(served: Served, gate: Gate) -> None:

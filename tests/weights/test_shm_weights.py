@@ -14,7 +14,7 @@ from small_disk import on_disk
 
 from asyncflow_sdk.errors import DigestMismatch, MemoryFull, VersionGone
 from asyncflow_sdk.interfaces import Host
-from asyncflow_sdk.memory import SharedDirectory
+from asyncflow_sdk.memory import PrivateMaps, SharedDirectory
 from asyncflow_sdk.testing.transport_harness import Sent, TransportHarness
 from asyncflow_sdk.weights import make_transport
 from asyncflow_sdk.weights.transports.version_memory import VersionMemory
@@ -81,6 +81,22 @@ def test_what_an_engine_wrote_does_not_come_back_with_the_mapping(ends: Transpor
         fetched.chunks[0][:] = 99
         fetched.release()
         ends.keep()
+
+
+def test_without_digests_no_mapping_is_used_again(ends: TransportHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver, sent = ends.receiver(), ends.publish(1, full(1), digests=False)
+    held = [ends.fetch(receiver, sent)]
+    held[0].chunks[0][:] = 99
+    plain = PrivateMaps.take
+
+    def take(*given: Any) -> Any:
+        while held:  # when the written one ends at the worst time
+            held.pop().release()
+        return plain(*given)
+
+    monkeypatch.setattr(PrivateMaps, "take", take)
+    sent.check(ends.fetch(receiver, sent))
+    assert not held
 
 
 def test_models_that_change_their_size_leave_nothing_behind(ends: TransportHarness) -> None:

@@ -1,7 +1,9 @@
 """Versions on a replica: fetched behind, the newest first; a loop of one's own loads them, whatever fails on the way."""
 
 import asyncio
+import gc
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,7 +31,7 @@ from asyncflow_sdk.testing import EchoRollout
 from asyncflow_sdk.testing.memory import MemorySender
 from asyncflow_sdk.types import Manifest, Probe, TensorInfo
 from asyncflow_sdk.types.manifest import BUCKET_BYTES
-from asyncflow_sdk.weights import TransportSubscriber
+from asyncflow_sdk.weights import ReplicaSubscriber, TransportSubscriber
 
 
 @pytest.fixture
@@ -338,6 +340,19 @@ def test_a_connection_is_one_replica(served: Served) -> None:
         assert load(updates, 1) == 1.0  # it is not disturbed
     with client.weight_updates(timeout_s=LIMIT_S) as updates:
         assert load(updates, 1) == 1.0
+
+
+def test_a_replica_that_is_closed_at_once_leaves_nothing_unawaited(served: Served) -> None:
+    async def open_and_close() -> None:
+        replica = ReplicaSubscriber(served.run.queue, None, asyncio.Event())
+        await replica.open()
+        await replica.close()
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        asyncio.run(open_and_close())
+        gc.collect()
+    assert [str(each.message) for each in seen] == []
 
 
 def test_closing_interrupts_a_fetch(run: Served, receiver: ScriptedReceiver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,17 +126,16 @@ class FileSender(WeightSender):
         try:
             self._directories.remove(version)
             self._write(directory, manifest, self._memory.chunks(version))
-        except OSError as error:
+        except BaseException as error:
             self._directories.remove(version)
+            if not isinstance(error, OSError):
+                raise
             if error.errno in _FULL:
                 raise MemoryFull(
                     f"version {version}: no room for its {manifest.nbytes} bytes in {directory}: {error.strerror}."
                     " Free space there, or keep fewer versions"
                 ) from None
             raise OSError(error.errno, f"version {version}: {error.strerror}", str(directory)) from None
-        except BaseException:
-            self._directories.remove(version)
-            raise
         finally:
             self._memory.keep([])
         self._written.add(version)
@@ -170,6 +169,8 @@ class FileSender(WeightSender):
     def _write(self, directory: Path, manifest: Manifest, chunks: Sequence[Bytes]) -> None:
         """Write this rank's part. The last rank writes the index, too."""
         directory.mkdir(exist_ok=True)  # other ranks and people may have files there
+        if directory.is_symlink():
+            raise NotADirectoryError(errno.ENOTDIR, "it is a symbolic link; nothing is written through it")
         if self._model is not None:
             copy_model_files(self._model, directory)
         for file in tensor_files(manifest, self._files.prefix):

@@ -133,7 +133,8 @@ class ShmReceiver(WeightReceiver):
         if manifest.digested:  # digests detect pages written through a mapping that is used again
             with contextlib.suppress(DigestMismatch):
                 return self._verify(manifest, self._map(manifest, places), places, until)
-        self._maps.clear()
+        self._maps.close()  # earlier versions give their mappings, with what engines wrote, to no later one
+        self._maps = PrivateMaps()
         return self._verify(manifest, self._map(manifest, places), places, until)
 
     def _verify(

@@ -155,8 +155,7 @@ class VersionDirectories:
 
     def _remove(self, place: Path, *, whole: bool) -> None:
         """Remove this rank's files, or all that publishers wrote. Other files stay, and keep the directory."""
-        own = (f"{self._files.manifest}*", f"model-{self._files.prefix}*", INDEX)
-        patterns = _OWN_FILES if whole else own
+        patterns = _OWN_FILES if whole else (f"{self._files.manifest}*", f"model-{self._files.prefix}*", INDEX)
         if place.is_symlink() or not place.is_dir():
             return
         with contextlib.suppress(FileNotFoundError):  # another rank removed it first
