@@ -222,8 +222,14 @@ def merge(pieces: Sequence[tuple[Ints, Column]]) -> Column:
     """Return one column from pieces of it, each with the positions of its rows. Raises SchemaError."""
     if len(pieces) == 1:
         return pieces[0][1]
-    order = np.argsort(np.concatenate([rows for rows, _ in pieces]))
-    merged = take(concat([column for _, column in pieces]), order)
+    places, columns = [rows for rows, _ in pieces], [column for _, column in pieces]
+    if (first := columns[0]).offsets is None:  # each value is copied once
+        values = np.empty((sum(map(len, places)), *first.values.shape[1:]), first.values.dtype)
+        for rows, column in pieces:
+            values[rows] = column.values
+        merged = Column(first.spec, values, None)
+    else:
+        merged = take(concat(columns), np.argsort(np.concatenate(places)))
     merged.values.setflags(write=False)
     return merged
 
