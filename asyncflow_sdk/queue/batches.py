@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import AsyncFlowError, LeaseLost, MemoryFull, SchemaError
+from ..errors import AsyncFlowError, LeaseLost, MemoryFull, SchemaError, WireError
 from ..interfaces import LeasedBatch, LeasedStep, StepPart
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids
@@ -76,16 +76,7 @@ class BlockingContext(ABC):
 class Lease:
     """A lease of this client. ``since``: start of its time. ``_void``: it has no row, and the server does not know it."""
 
-    token: int
-    task: str
-    index: int
-    version: int
-    lease_s: float
-    rank: int
-    world_size: int
     _port: Port
-    _left: int
-    since: float
     _reason = "left without completing"  # of rows that go back without an error
     _void = False
 
@@ -153,9 +144,6 @@ class UnreadLease(Lease):
 class BatchVerbs(Lease, Batch):
     """The methods of a leased batch, written once as coroutines. Attributes: see ``LeasedBatch``."""
 
-    partition: str
-    shard: int
-    imbalance: float
     _last: tuple[PendingWrite, int] | None = None  # the unsent completion of finish(), and its number of rows
 
     def _bind(self, port: Port, lease: cmd.Leased) -> None:
@@ -214,11 +202,10 @@ class BatchVerbs(Lease, Batch):
         return command, pack_columns(columns or {}), count
 
     async def _send_last(self, then: cmd.LeaseRows | None = None, *, acknowledge: bool = False) -> CallResult | None:
-        """Send the last message about this batch, if there is one, together with the lease request
-        ``then``.
+        """Send the last message about this batch, if there is one, together with the lease request ``then``.
 
-        Without a ``finish``, acknowledge the rows left, or give them back. Return the result of
-        ``then``. Raises the server's error about the last message; nothing was leased in this case.
+        Without a ``finish``, acknowledge the rows left, or give them back. Return the result of ``then``. Raises the
+        server's error about the last message; nothing was leased in this case.
         """
         last, self._last = self._last, None
         if last is None:
@@ -247,8 +234,13 @@ class BatchVerbs(Lease, Batch):
 
     async def _close(self, error: BaseException | None, *, blame: bool = False) -> None:
         if self._last is not None:
-            with contextlib.suppress(*(() if error is None else (AsyncFlowError,))):
+            try:
                 await self._send_last()
+            except AsyncFlowError as rejected:
+                if error is None:
+                    if not isinstance(rejected, WireError):
+                        await self._close(rejected)
+                    raise
         with contextlib.suppress(*(() if error is None else (LeaseLost,))):
             await super()._close(error, blame=blame)
 

@@ -55,6 +55,10 @@ LATE_S = 0.2
 """Pause before rows of a host that cannot be reached are leased again."""
 _READ_TRIES = 8
 """Most requests for one batch: rows can end between their lease and the read."""
+_STEPS = frozenset({"columns", "timeout_s", "group", "rank", "world_size"})
+_STREAM = _STEPS | {"at_least", "partition", "shards"}
+_OPTIONS = {"get": _STREAM | {"most"}, "stream": _STREAM, "steps": _STEPS}
+"""Of each verb that leases."""
 B = TypeVar("B", bound=BatchVerbs)
 S = TypeVar("S", bound=StepVerbs)
 R = TypeVar("R", bound=Batch)
@@ -75,11 +79,14 @@ class QueueVerbs(Generic[B, S]):
         """Return the session with the server. Events and weights of this client use the same one."""
         return self._port.connection
 
-    def _request(self, task: str, count: int, columns: Sequence[str] | None = None, **options: Any) -> cmd.LeaseRows:
-        """Return a checked request: its wait may be added to a clock."""
-        needs = None if columns is None else check_names("columns", columns)
-        options = {"timeout_s": TIMEOUT_S, "inline": self._port.connection.store.inline} | options
-        request = cmd.LeaseRows(task=task, count=count, columns=needs, **options)
+    def _request(self, verb: str, task: str, count: int, options: dict[str, Any], **fields: Any) -> cmd.LeaseRows:
+        """Return a checked request: its wait may be added to a clock. ``options``: as given to the verb."""
+        if not options.keys() <= _OPTIONS[verb]:
+            raise TypeError(f"{verb}() has no parameter {min(options.keys() - _OPTIONS[verb])!r}")
+        if options.get("columns") is not None:
+            fields["columns"] = check_names("columns", options.pop("columns"))
+        fields = {"timeout_s": TIMEOUT_S, "inline": self._port.connection.store.inline} | options | fields
+        request = cmd.LeaseRows(task=task, count=count, **fields)
         check_arguments(request)
         return request
 
@@ -89,7 +96,7 @@ class QueueVerbs(Generic[B, S]):
         """See ``TransferQueue.get``."""
         if ack is not None and not isinstance(ack, BatchVerbs):
             raise TypeError(f"ack must be a batch that this queue leased, not {type(ack).__name__}")
-        return await self._lease(self._request(task, count, **options), ack)
+        return await self._lease(self._request("get", task, count, options), ack)
 
     async def _lease(self, request: cmd.LeaseRows, last: BatchVerbs | None = None, *, acknowledge: bool = True) -> B:
         """Send a lease request with the last message about batch ``last``; return the new batch."""
@@ -344,12 +351,12 @@ class AsyncTransferQueue(QueueVerbs[AsyncLeasedBatch, AsyncStep]):
 
     def stream(self, task: str, count: int = 1, **options: Any) -> AsyncStream[AsyncLeasedBatch]:
         """Iterate over the batches of a task; see ``TransferQueue.stream``. It leases none ahead."""
-        request = self._request(task, count, **options)
+        request = self._request("stream", task, count, options)
         return AsyncStream(self.connection, lambda last: self._lease(request, last, acknowledge=False))
 
     def steps(self, task: str, *, part_rows: int = 1, **options: Any) -> AsyncStream[AsyncStep]:
         """Iterate over the steps of a task, each in parts; see ``TransferQueue.steps``."""
-        request = self._request(task, 1, parts=True, at_least=part_rows, **options)
+        request = self._request("steps", task, 1, options, parts=True, at_least=part_rows)
         return AsyncStream(self.connection, lambda last: self._lease_step(request, last))
 
 
@@ -377,7 +384,7 @@ class QueueClient(QueueVerbs[BlockingBatch, BlockingStep], TransferQueue):
 
     def stream(self, task: str, count: int = 1, *, ahead: bool = False, **options: Any) -> BatchStream:
         """See ``TransferQueue.stream``."""
-        request, connection = self._request(task, count, **options), self.connection
+        request, connection = self._request("stream", task, count, options), self.connection
         early = QueueClient(LoopPort(connection))
         return BatchStream(
             connection,
@@ -390,7 +397,7 @@ class QueueClient(QueueVerbs[BlockingBatch, BlockingStep], TransferQueue):
     ) -> StepStream:
         """See ``TransferQueue.steps``. ``check``: called before each wait for a part, every ``CHECK_S``
         seconds of it, and at the end of the stream; its exception is raised."""
-        request = self._request(task, 1, parts=True, at_least=part_rows, **options)
+        request = self._request("steps", task, 1, options, parts=True, at_least=part_rows)
         return StepStream(self.connection, lambda last: self._lease_step(request, last, check))
 
     def send(self, command: cmd.AnyCommand) -> Any:

@@ -87,16 +87,15 @@ class PendingWrite(msgspec.Struct, frozen=True):
 class Connection:
     """A session with a queue server, and the store of its payload. Thread-safe.
 
-    ``key``: a copy of the run's run.key, or its path. Default: for a tcp address of this host, the
-    key of this user's server. ``insecure``: the run is served without keys. ``shared_memory``
-    False: columns and weights go over sockets even if the server's memory is accessible.
-    ``timeout_s``: the longest wait for the server's first answer. ``start_unit``: start a storage
-    unit on this host for the first write, if the run has them and none is here. Raises ConfigError,
-    AccessDenied, ServerLost, ProtocolError, PluginError.
+    ``key``: a copy of the run's run.key, or its path. Default: for a tcp address of this host, the key of this user's
+    server. ``insecure``: the run is served without keys. ``shared_memory`` False: columns and weights go over sockets
+    even if the server's memory is accessible. ``timeout_s``: the longest wait for the server's first answer.
+    ``start_unit``: start a storage unit on this host for the first write, if the run has them and none is here. Raises
+    ConfigError, AccessDenied, ServerLost, ProtocolError, PluginError.
 
-    Attributes: ``store``: the payload. ``directory``: the run's shared memory; None if it is not
-    visible here. ``run``: the name of that directory. ``server_addresses``: the server's tcp
-    addresses. ``key``: this client's own, accepted while the session lives.
+    Attributes: ``store``: the payload. ``directory``: the run's shared memory; None if it is not visible here.
+    ``run``: the name of that directory. ``server_addresses``: the server's tcp addresses. ``key``: this client's own,
+    accepted while the session lives.
     """
 
     def __init__(
@@ -204,8 +203,7 @@ class Connection:
         return Member(self.key, self.members)
 
     def members(self, keys: Collection[str]) -> Collection[str]:
-        """Return those of some public keys that belong to clients of the run. Raises WireError,
-        ProtocolError."""
+        """Return those of some public keys that belong to clients of the run. Raises WireError, ProtocolError."""
         reply = self._ask(MemberQuery(tuple(keys)), ADMIT_S)
         return reply.keys if isinstance(reply, Members) else ()
 

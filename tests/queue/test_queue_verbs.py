@@ -260,6 +260,20 @@ def test_tasks_of_one_loop_share_a_batch(queue: TransferQueue, verbs: tuple[str,
     assert queue.status().lease_count == 0
 
 
+def test_a_rejected_finish_at_the_end_of_its_block_gives_the_rows_back(queue: TransferQueue) -> None:
+    queue.put({"x": [1.0, 2.0]})
+    with pytest.raises(WriteOnceError), queue.get("work", 2) as batch:
+        batch.finish({"x": [0.0, 0.0], "y": [0.0, 0.0]})
+    assert batch.left == 0
+    assert queue.status().lease_count == 0
+
+
+@pytest.mark.parametrize(("verb", "name"), [("get", "token"), ("stream", "most"), ("steps", "count")])
+def test_an_option_that_a_verb_does_not_promise_is_refused(queue: TransferQueue, verb: str, name: str) -> None:
+    with pytest.raises(TypeError, match=rf"{verb}\(\) has no parameter '{name}'"):
+        getattr(queue, verb)("work", **{name: 1})
+
+
 def test_numbers_from_numpy_are_numbers(queue: TransferQueue) -> None:
     queue.put({"x": [1.0, 2.0]}, group_size=np.int64(2), timeout_s=np.float32(5))  # type: ignore[arg-type]
     assert queue.get("work", np.int64(3), timeout_s=np.float64(5)).rows == 3
