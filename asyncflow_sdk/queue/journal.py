@@ -30,7 +30,7 @@ from ..errors import ConfigError, MemoryFull
 from ..ledger import commands as cmd
 from ..wire import process_key
 
-FORMAT = 2
+FORMAT = 3  # a commit that changes commands, records or attributes of the state raises it
 MAGIC = b"asyncfl-journal\n"
 DISK_RETRY_S = 0.5
 """Seconds between two tries to write to a full disk."""

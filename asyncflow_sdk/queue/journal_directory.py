@@ -90,8 +90,7 @@ class JournalDirectory:
     def begin(self, state: bytes, memory: Path, now: float) -> None:
         """Write a snapshot of ``state``, and begin the journal after it. ``memory``: the run's shared memory. ``now``:
         ledger seconds. Raises MemoryFull; then the old files count."""
-        number = self.number + 1
-        rows = str(self.rows) if self.rows is not None else ""
+        number, rows = self.number + 1, str(self.rows or "")
         head = JournalHead(FORMAT, __version__, self.run, self.durability, str(memory), rows, boot(), now)
         path, snapshot_path = self.file("journal", number), self.file("snapshot", number)
         try:
@@ -171,7 +170,8 @@ def read_snapshot(path: Path) -> tuple[JournalHead, bytes]:
     head = record_at(data, len(MAGIC))
     state = record_at(data, head.end) if head is not None else None
     if not data.startswith(MAGIC) or head is None or state is None:
-        raise ConfigError(f"{path} is damaged, or of another version. {RESTORE}")
+        earlier = "of an earlier version of the SDK: continue its run with that version"
+        raise ConfigError(f"{path} is {earlier if data.startswith(b'asyncfl-snapsh') else 'damaged'}. {RESTORE}")
     return decode_head(head.content, path), state.content
 
 

@@ -258,7 +258,12 @@ def test_a_snapshot_that_cannot_be_read_is_no_run_and_not_silently_a_new_one(
     for kind in ("snapshot", "journal"):  # an older pair, which could not be removed
         shutil.copy(snapshot.with_name(f"{kind}-000001"), snapshot.with_name(f"{kind}-000000"))
     snapshot.write_bytes(a_byte_of_the_snapshot(whole))
-    with pytest.raises(ConfigError, match="snapshot-000001 is damaged, or of another version. Nothing was changed: "):
+    with pytest.raises(ConfigError, match="snapshot-000001 is damaged. Nothing was changed: "):
+        af.serve(tmp_path / "run")
+    snapshot.write_bytes(b"asyncfl-snapsh4\n" + whole)
+    with pytest.raises(
+        ConfigError, match="snapshot-000001 is of an earlier version of the SDK: continue its run with"
+    ):
         af.serve(tmp_path / "run")
     snapshot.write_bytes(whole)
     with af.serve(tmp_path / "run") as run:
