@@ -33,7 +33,7 @@ MAX_SIZE = {  # lines, files
     "asyncflow_sdk/algorithms": (701, 6),
     "asyncflow_sdk/cli": (5_855, 46),
     "asyncflow_sdk/interfaces": (2_028, 13),
-    "asyncflow_sdk/ledger": (7_520, 28),
+    "asyncflow_sdk/ledger": (7_518, 28),
     "asyncflow_sdk/memory": (1_446, 6),
     "asyncflow_sdk/plugins": (594, 4),
     "asyncflow_sdk/queue": (6_643, 28),

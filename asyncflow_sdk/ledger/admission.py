@@ -330,15 +330,16 @@ class Puts:
             known = state.keys.get(command.key)
             assert known is not None
             return cmd.PutDone(first=known.first, count=known.size, again=True)
-        groups = np.arange(command.groups) if lacking is None else lacking
-        of_group = groups if command.group_size == 1 else groups.repeat(command.group_size)
+        count = (command.groups if lacking is None else lacking.size) * command.group_size
         takers = state.tasks.takers(command.partition)
         trained = bool(takers) and takers[-1].makes_steps
-        self._check(command, of_group.size, takers, trained=trained)
+        self._check(command, count, takers, trained=trained)
         if command.version != NONE or state.partitions.pins:
             self._pins.check(command)
-        if not self._fits(command, of_group.size, trained=trained):
+        if not self._fits(command, count, trained=trained):
             return None
+        groups = np.arange(command.groups) if lacking is None else lacking
+        of_group = groups if command.group_size == 1 else groups.repeat(command.group_size)
         ids, bits = self._add(command, of_group, takers, trained=trained)
         first, again = int(ids[0]), lacking is not None
         if again:
@@ -352,7 +353,7 @@ class Puts:
         self._assembly.make_ready_new(takers, ids, bits)
         if command.version != NONE:
             self._pins.add(command)
-        return cmd.PutDone(first=first, count=ids.size, again=False, groups=pack_ids(groups) if again else b"")
+        return cmd.PutDone(first=first, count=count, again=False, groups=pack_ids(groups) if again else b"")
 
     def cancel(self, command: cmd.Cancel) -> cmd.Reply:
         """Cancel live rows with their groups."""

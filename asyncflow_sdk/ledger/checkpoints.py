@@ -36,8 +36,7 @@ class StepCheckpoints:
         payload_loss: PayloadLoss,
     ) -> None:
         self._state, self._terminations = state, terminations
-        self._completion, self._publication = completion, publication
-        self._payload_loss = payload_loss
+        self._completion, self._publication, self._payload_loss = completion, publication, payload_loss
 
     def position(self) -> cmd.Reply:
         """Return the position of training."""
@@ -97,11 +96,8 @@ class StepCheckpoints:
             raise ConfigError("no task with batch_rows (train) is declared, so there is no step to resume from")
 
     def _check(self, step: int, version: int) -> None:
-        following, versions, covered = (
-            self._state.steps.next_to_train(),
-            self._state.versions,
-            self._state.steps.covered,
-        )
+        steps, versions = self._state.steps, self._state.versions
+        following, covered = steps.next_to_train(), steps.covered
         cannot = f"training cannot resume with step {step}"
         if step < covered:
             raise ConfigError(f"{cannot}: a checkpoint covers the steps before {covered}, and their rows have ended")

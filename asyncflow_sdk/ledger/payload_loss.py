@@ -144,8 +144,7 @@ class PayloadLoss:
 
     def _remove_from_steps(self, ids: Ids) -> Ids:
         """Reopen full steps with missing rows. Return the rows of overtaken steps, which end whole."""
-        steps = self._steps
-        leases = self._state.leases
+        steps, leases = self._steps, self._state.leases
         held = {grant.step: leases.outstanding(grant) for grant in leases.of_step(0) if grant.parts == NONE}
         full = dict(steps.closed) | held | steps.held
         since = steps.window.step

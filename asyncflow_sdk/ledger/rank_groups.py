@@ -51,7 +51,7 @@ class RankGroups:
         if task.spec.batch_rows is not None and task.spec.gives:
             raise SchemaError(f"{who}: a rank group acknowledges steps without writing columns")
         for rank, asked in self._parked.of_group(command.task, command.group).items():
-            for other in asked:
+            for other in asked.values():
                 replaced = rank == command.rank and other.session < session.id
                 if not replaced and other.command.token == command.token:  # not for a part of another lease
                     for field in ("world_size", "shards", "count", "at_least", "partition", "parts"):
@@ -191,11 +191,10 @@ class RankGroups:
         rank = command.rank
         held = [
             (shards.members[rank], grant)
-            for grant in task.leases.values()
-            if (shards := grant.shards) is not None and shards.group == command.group
-            if rank < shards.size and rank not in shards.done
+            for grant in task.group_leases.get(command.group, {}).values()
+            if (shards := grant.shards) is not None and rank < shards.size and rank not in shards.done
         ]
-        return self._parked.of_group(command.task, command.group).get(rank, []), held
+        return list(self._parked.of_group(command.task, command.group).get(rank, {}).values()), held
 
     def _replaces(self, session: Session, task: Task, command: cmd.LeaseRows) -> bool:
         """True if an earlier session has requests or leases under this rank; they are voided when the request is

@@ -173,7 +173,8 @@ class StalenessControl:
         def ask() -> bytes:
             versions, spec = self._state.versions, self.rule.spec
             try:
-                self._policy = self._policy or self.make_policy(spec)
+                if self._policy is None:
+                    self._policy = self.make_policy(spec)
                 filling = self._state.steps.window.filling(versions.lineage.step(versions.current))
                 numbers = [operator.index(answer) for answer in question(self._policy, filling)]
             except Exception as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -246,7 +247,7 @@ class StatusReporter:
         if self._steps.declared and not trains:
             text += " and no trainer holds a step"
         failed = [each for each in self._replicas.sessions() if each.replica and each.replica.doing == "failed"]
-        failures = join_some(map(self._doing, failed))
+        failures = join_some(map(self._doing, sorted(failed, key=attrgetter("replica.since"))))
         return _joined(text, trains, self._versions.unavailable, self._why_unfinished(), failures)
 
     def _missing(self, task: Task) -> str:
@@ -352,12 +353,8 @@ class StatusReporter:
     def report(self) -> StatusReport:
         """Return rows by task and state, sessions, leases and parked requests."""
         state, versions, rule, ranks = self._state, self._versions, self._staleness.rule, self._publication.ranks
-        limits, budget, announced, leases = (
-            state.limits,
-            state.budget,
-            self._publication.announced,
-            state.leases.by_token,
-        )
+        limits, budget, leases = state.limits, state.budget, state.leases.by_token
+        announced = self._publication.announced
         window, tasks = self._steps.window if self._steps.declared else None, self._tasks.by_name.items()
         waiting = list(self._parked.by_ticket.values())
         longest = heapq.nsmallest(MAX_LISTED, waiting, key=lambda request: request.since)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from ledger_queue import LAST, PLAIN, REWARD, ROLLOUT, TOKENS, Queue, ids, packed, publishing
 
-from asyncflow_sdk.errors import LeaseLost
+from asyncflow_sdk.errors import LeaseLost, SchemaError
 from asyncflow_sdk.ledger import Ledger, TaskSpec
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.types.tasks import SamplerSpec
@@ -200,6 +200,42 @@ def turns_beside_others(leased: int, parked: int) -> int:
 
 def test_the_cost_of_a_command_does_not_follow_leases_and_waiting_requests() -> None:
     assert turns_beside_others(500, 500) <= turns_beside_others(8, 8) * 1.05  # a heap is swept at other times
+
+
+def rank_beside(others: int) -> int:
+    """Bytecodes of a lease by a group of two ranks, beside single leases, and requests of single ranks and clients."""
+    plain = Plain(PLAIN, LAST)
+    plain.put(8 * others + 64)
+    for number in range(others):
+        assert plain.do(plain.other, cmd.LeaseRows(task="plain", count=1)) is not None
+        for group in (f"g{number}", ""):  # at a task without rows
+            asks = cmd.LeaseRows(task="last", count=2, timeout_s=9, group=group, world_size=2 if group else 1)
+            assert plain.do(plain.other, asks) is None
+
+    def ask(task: str, rank: int) -> Any:
+        command = cmd.LeaseRows(task=task, count=2, timeout_s=9, group="t", rank=rank, world_size=2)
+        return plain.do(plain.worker, command)
+
+    def turn() -> None:
+        lease = ask("plain", 0) or ask("plain", 1)
+        for rank in range(2):
+            assert isinstance(plain.do(plain.worker, cmd.GiveBack(token=lease.token, rank=rank)), cmd.Done)
+        assert ask("last", 0) is None
+
+    return cost(turn)[0]
+
+
+def test_the_cost_of_a_lease_by_a_rank_group_does_not_follow_other_leases_and_requests() -> None:
+    assert rank_beside(300) <= rank_beside(6) * 1.05
+
+
+@pytest.mark.parametrize(("groups", "size"), [(2, (1 << 63) - 1), (1, 1 << 40), (1 << 62, 1)])
+def test_a_put_larger_than_the_queue_is_refused_before_its_rows_are_counted_one_by_one(
+    groups: int, size: int
+) -> None:
+    plain = Plain(capacity_rows=1_000)
+    put = cmd.AddRows(groups=groups, group_size=size, columns={"prompt": TOKENS})
+    assert isinstance(plain.do(plain.worker, put), SchemaError)
 
 
 def turns_beside_puts(waiting: int) -> int:

@@ -504,14 +504,15 @@ def test_a_lease_that_waits_for_a_version_names_replicas_that_failed() -> None:
     queue, replica, *_ = running(max_staleness=0)
     queue.put(8)
     queue.lease(replica, "rollout", 4)
-    bad = queue.join("gen-9")
+    later, bad = queue.join("gen-8"), queue.join("gen-9")
     queue.do(bad, cmd.ReportLoadFailed(version=0, reason="no such file"))
     queue.do(queue.admin, cmd.Announce(version=1))
     queue.at(4.0)
+    queue.do(later, cmd.ReportLoadFailed(version=0, reason="torn"))
     text = why(queue, replica, cmd.LeaseRows(task="rollout", count=1))
     assert "version 0 is current since 4.0 s" in text
     assert "version 1 was announced 4.0 s ago by admin, not published yet" in text
-    assert "gen-9 (failed 0: no such file, for 4.0 s)" in text
+    assert "gen-9 (failed 0: no such file, for 4.0 s), gen-8 (failed 0: torn, for 0.0 s)" in text
 
 
 def test_a_version_is_an_event_for_each_replica_at_most() -> None:

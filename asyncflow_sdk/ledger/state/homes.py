@@ -172,10 +172,8 @@ class Homes:
         )
 
     def _publish(self, home: cmd.HomeInfo, state: str, detail: str) -> None:
-        now, number = self._context.now, home.number
-        event = ev.HomeState(
-            time_s=now, home=number, epoch=home.epoch, name=home.offer.name, state=state, detail=detail
-        )
+        now, name = self._context.now, home.offer.name
+        event = ev.HomeState(time_s=now, home=home.number, epoch=home.epoch, name=name, state=state, detail=detail)
         self._context.publish(event)
 
 

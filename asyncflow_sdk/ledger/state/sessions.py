@@ -174,6 +174,13 @@ class Grant:
         return len(shards.done) == shards.size
 
 
+def discard(index: dict[Any, dict[int, Any]], key: Any, number: int) -> None:
+    """Remove an item of an index, and its key with the last one."""
+    del index[key][number]
+    if not index[key]:
+        del index[key]
+
+
 class Timed(Protocol):
     expires: float
 
@@ -357,6 +364,13 @@ class ParkedRequest:
     expires: float
     first: cmd.Reply | None = None
 
+    @property
+    def group(self) -> tuple[str, str] | None:
+        """Task and rank group of a rank's request for rows; None for other requests."""
+        command = self.command
+        ranked = isinstance(command, cmd.LeaseRows) and command.world_size > 1
+        return (command.task, command.group) if ranked else None
+
 
 def place_of(command: cmd.Command) -> str:
     """Return the place where a command waits."""
@@ -374,6 +388,7 @@ class ParkedRequests:
         self._context, self._sessions = context, sessions
         self.by_ticket: dict[int, ParkedRequest] = {}
         self._by_place: dict[str, dict[int, ParkedRequest]] = {}
+        self._by_rank: dict[tuple[str, str], dict[int, dict[int, ParkedRequest]]] = {}  # by task and rank group
         self.deadlines = Timers(self.by_ticket)
 
     def at(self, place: str, sessions: set[int] | None = None) -> list[ParkedRequest]:
@@ -399,19 +414,15 @@ class ParkedRequests:
         here = self._by_place.get(place)
         return next(iter(here.values())) if here else None
 
-    def of_group(self, task: str, group: str) -> dict[int, list[ParkedRequest]]:
-        """Return lease requests of a rank group by rank, oldest first."""
-        ranks: dict[int, list[ParkedRequest]] = {}
-        for request in self._by_place.get(f"task {task}", {}).values():
-            if request.command.world_size > 1 and request.command.group == group:
-                ranks.setdefault(request.command.rank, []).append(request)
-        return ranks
+    def of_group(self, task: str, group: str) -> dict[int, dict[int, ParkedRequest]]:
+        """Return lease requests of a rank group by rank, each rank's oldest first."""
+        return self._by_rank.get((task, group), {})
 
     def alike(self, command: cmd.LeaseRows) -> dict[int, ParkedRequest]:
         """Return the oldest request of each rank for the same lease as ``command``."""
         asking = {}
         for rank, asked in self.of_group(command.task, command.group).items():
-            request = next((each for each in asked if each.command.token == command.token), None)
+            request = next((each for each in asked.values() if each.command.token == command.token), None)
             if request is not None:
                 asking[rank] = request
         return asking
@@ -422,11 +433,19 @@ class ParkedRequests:
         self.by_ticket[request.ticket] = request
         self._sessions.by_id[request.session].parked.setdefault(request.ticket)
         self.deadlines.add(request.ticket)
+        if request.group is not None:
+            ranks = self._by_rank.setdefault(request.group, {})
+            ranks.setdefault(request.command.rank, {})[request.ticket] = request
 
     def remove(self, request: ParkedRequest) -> None:
         """Remove a request, and retry the next put in line."""
         del self._by_place[request.place][request.ticket], self.by_ticket[request.ticket]
         del self._sessions.by_id[request.session].parked[request.ticket]
+        if request.group is not None:
+            ranks = self._by_rank[request.group]
+            discard(ranks, request.command.rank, request.ticket)
+            if not ranks:
+                del self._by_rank[request.group]
         self._context.effects.over.setdefault(request.ticket, request)
         self._context.wake("put")  # the next in line may go
 

@@ -16,7 +16,7 @@ from ...types.tasks import TaskSpec
 from ..commands import Ids, SamplerTraits
 from .context import Context
 from .rows import NONE, Partitions, Rows
-from .sessions import Grant, Session, Sessions, ShardedLease, Timers
+from .sessions import Grant, Session, Sessions, ShardedLease, Timers, discard
 
 WAITING, READY, SELECTED, LEASED, DONE, APART = range(6)  # of a row in a task; APART: it never sees the row
 TASK_STATES = ("waiting", "ready", "selected", "leased", "done")
@@ -44,7 +44,8 @@ class Task:
     columns. ``by_partition``: for each partition, the number of its live rows in each state; ``queues``: its ready rows;
     ``redo``: its admitted rows with a lost producer. ``became_ready``, ``completed``: row counts over all time.
     ``leases_granted``: their number. ``suspects``: rows whose process died or hung, until their next lease has ended
-    well. ``leases``: by token, oldest first. ``next_partition``: where a lease without a partition looks first.
+    well. ``leases``, ``group_leases``: by token, oldest first; and by rank group. ``next_partition``: where a lease
+    without a partition looks first.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Task:
         self.became_ready = 0
         self.completed = 0
         self.leases: dict[int, Grant] = {}
+        self.group_leases: dict[str, dict[int, Grant]] = {}
         self.suspects = NO_ROWS
 
     @property
@@ -270,6 +272,8 @@ class Task:
     def hold(self, grant: Grant) -> None:
         """Add a lease."""
         self.leases[grant.token] = grant
+        if grant.shards is not None:
+            self.group_leases.setdefault(grant.shards.group, {})[grant.token] = grant
         self.leases_granted += 1
         if self.suspects.size:  # others need not wait for these any more
             self._context.wake(self.place)
@@ -277,6 +281,8 @@ class Task:
     def drop(self, grant: Grant) -> None:
         """Remove a lease."""
         del self.leases[grant.token]
+        if grant.shards is not None:
+            discard(self.group_leases, grant.shards.group, grant.token)
 
     def units(self, ids: Ids) -> Ids:
         """Return the unit of blame of each row: the row, or its group in tasks with whole groups."""
@@ -532,30 +538,12 @@ class Leases:
         self._next = 1
 
     def add(
-        self,
-        session: Session,
-        task: Task,
-        ids: Ids,
-        step: int,
-        newest: int,
-        offsets: int,
-        shards: ShardedLease | None,
+        self, holder: Session, task: Task, ids: Ids, step: int, newest: int, offsets: int, shards: ShardedLease | None
     ) -> Grant:
         """Lease rows to a session, or to the sessions of ``shards``."""
-        token, self._next, now = self._next, self._next + 1, self._context.now
-        grant = Grant(
-            token,
-            task.spec.name,
-            session.id,
-            ids,
-            now,
-            now + task.spec.lease_s,
-            ids.size,
-            step,
-            shards,
-            offsets,
-            newest,
-        )
+        token, self._next, now, name = self._next, self._next + 1, self._context.now, task.spec.name
+        expires = now + task.spec.lease_s
+        grant = Grant(token, name, holder.id, ids, now, expires, ids.size, step, shards, offsets, newest)
         for leases in [self.by_token, *(self._sessions.by_id[number].leases for number in grant.sessions)]:
             leases[token] = grant
         self.deadlines.add(token)
