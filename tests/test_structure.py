@@ -40,7 +40,7 @@ MAX_SIZE = {  # lines, files
     "asyncflow_sdk/testing": (9_806, 57),
     "asyncflow_sdk/types": (2_147, 15),
     "asyncflow_sdk/weights": (4_558, 23),
-    "asyncflow_sdk/wire": (3_371, 15),
+    "asyncflow_sdk/wire": (3_370, 15),
     "asyncflow_sdk/workflow": (13_930, 77),
     "adapters/asyncflow_deepspeed": (817, 8),
     "adapters/asyncflow_fsdp": (405, 6),

@@ -68,7 +68,7 @@ class Channel:
 
     def __init__(self, context: zmq.Context[Any], server: ServerWatch) -> None:
         self._server = server
-        self.socket = context.socket(zmq.DEALER)
+        self.socket, self._begun = context.socket(zmq.DEALER), 0
 
     def send(self, messages: Iterable[Message]) -> None:
         """Send without waiting: a socket with a refused connection accepts no more messages, and the caller must
@@ -92,9 +92,12 @@ class Channel:
         socket, data = self.socket, None
         while socket.getsockopt(_RCVMORE):  # a signal interrupted the last call in the middle of a message
             socket.recv(_NOBLOCK)
+        begun = self._begun = self._begun + 1
         envelope = socket.recv(_NOBLOCK)
         while socket.getsockopt(_RCVMORE):
             data = socket.recv(_NOBLOCK, copy=False)
+        if begun != self._begun:  # a signal handler's request discarded the rest: it comes again
+            raise zmq.Again
         response = decode_response(envelope)
         if response.seq == GOODBYE:
             raise self._server.goodbye()
@@ -173,7 +176,7 @@ class ThreadSocket(Channel):
 
     def drain(self) -> None:
         """Read messages for requests no longer in progress; only a goodbye has an effect."""
-        with contextlib.suppress(AsyncFlowError):
+        with contextlib.suppress(AsyncFlowError, zmq.Again):
             while self.has_message():
                 self.receive()
 
@@ -240,6 +243,8 @@ class LoopSocket(Channel):
         while self.has_message():
             try:
                 response, data = self.receive()
+            except zmq.Again:  # only the rest of an interrupted message was there
+                return
             except AsyncFlowError as error:
                 self._fail(error)
                 continue

@@ -60,12 +60,16 @@ class _KeyFile(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fie
         """Raises ConfigError for a missing or unreadable file, one readable by others, or another kind of file."""
         what = str(cls.__struct_config__.tag).removeprefix("asyncflow ")
         try:
-            status = os.stat(path)
-            if not stat.S_ISREG(status.st_mode):  # reading may block
-                raise ConfigError(f"{path} is no file; a {what} is expected there")
-            if status.st_mode & 0o077:
-                raise ConfigError(f"the {what} {path} may be read by others than its owner; chmod 600 {path}")
-            text = Path(path).read_bytes()
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not block
+            try:
+                status = os.fstat(fd)
+                if not stat.S_ISREG(status.st_mode):
+                    raise ConfigError(f"{path} is no file; a {what} is expected there")
+                if status.st_mode & 0o077:
+                    raise ConfigError(f"the {what} {path} may be read by others than its owner; chmod 600 {path}")
+                text = os.read(fd, 1 << 20)
+            finally:
+                os.close(fd)
         except FileNotFoundError:
             raise ConfigError(f"there is no {what} at {path}; a server makes one in its run directory") from None
         except OSError as error:
@@ -102,7 +106,8 @@ class KeyPair(NamedTuple):
 def ensure_keys(server: Path, run: Path) -> KeyPair:
     """Load the server's keys from file ``server`` and the clients' key from ``run``. Make missing files; replace
     the run key of another server. Raises ConfigError."""
-    keys = ServerKeys.load(server) if os.path.lexists(server) else _server_keys()
+    new = msgspec.structs.replace(generate_keys().server, clients=())
+    keys = ServerKeys.load(server) if os.path.lexists(server) else new
     if os.path.lexists(run):
         known = RunKey.load(run)
         if known.server == keys.public and known.public in keys.clients:
@@ -115,7 +120,8 @@ def ensure_keys(server: Path, run: Path) -> KeyPair:
 
 def generate_keys() -> KeyPair:
     """Return new keys, without key files."""
-    return rotated(_server_keys())
+    key = own_key()
+    return rotated(ServerKeys(key.public, key.secret, ()))
 
 
 def rotated(server: ServerKeys) -> KeyPair:
@@ -135,11 +141,6 @@ def own_key(server: str | None = None) -> RunKey:
     connections to others than the server."""
     public, secret = (key.decode() for key in zmq.curve_keypair())
     return RunKey(server or public, public, secret)
-
-
-def _server_keys() -> ServerKeys:
-    key = own_key()
-    return ServerKeys(key.public, key.secret, ())
 
 
 def save(path: Path, keys: Any) -> None:

@@ -84,11 +84,6 @@ class SessionState:
     ahead: set[int] = field(default_factory=set)  # the same for requests above low
     early: set[int] = field(default_factory=set)
 
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes held for each request. Requests to an earlier server do not count: confirmations are not recorded."""
-        return [each.nbytes for each in self.requests.values() if each.route is not None]
-
     def accept(self, keys: tuple[str, ...]) -> None:
         """Accept messages by these keys, too; by no earlier one once a later one was used."""
         self.keys += keys
@@ -204,11 +199,6 @@ class RequestTable:
             self.grown += request.keep(body, made, make)
         return request
 
-    def download(self, request: WireRequest, body: bytes, payload: Sequence[Any]) -> Download:
-        """Keep an answer while it is being sent."""
-        download = self.downloads[request] = Download(body, payload)
-        return download
-
     def release_downloads(self, before_s: float) -> None:
         """Release downloads sent, or inactive since ``before_s``; a retry makes them again."""
         for request, download in list(self.downloads.items()):
@@ -218,7 +208,10 @@ class RequestTable:
     def take_overfull(self) -> list[str]:
         """Return the sessions to end because of SESSION_BYTES, and the largest ones because of MOST_BYTES."""
         self.grown = 0
-        sizes = {name: state.sizes for name, state in self.sessions.items()}
+        sizes = {  # without requests to an earlier server: confirmations are not recorded
+            name: [each.nbytes for each in state.requests.values() if each.route is not None]
+            for name, state in self.sessions.items()
+        }
         # beside the largest request of a session: any answer may be large
         over = [name for name, each in sizes.items() if sum(each) - max(each, default=0) > SESSION_BYTES]
         left = sorted((sum(sizes[name]), name) for name in sizes.keys() - over)

@@ -42,9 +42,9 @@ from .envelope import (
 )
 from .keys import ServerKeys
 from .processes import ProcessWatch, process_key
-from .request_table import CHECK_BYTES, Maker, RequestHandler, RequestTable, SessionState, WireRequest
+from .request_table import CHECK_BYTES, MAX_EARLY, Maker, RequestHandler, RequestTable, SessionState, WireRequest
 from .router_sockets import Asking, Route, RouterSockets
-from .uploads import SILENCE_S, PayloadSink, Upload, Uploads
+from .uploads import SILENCE_S, Download, PayloadSink, Upload, Uploads
 
 _MAX_UNREAD = 10_000  # unread requests per socket whose senders get a goodbye
 MAX_WAIT_S = 3600.0  # the longest sleep between two rounds: a deadline may be infinite
@@ -311,6 +311,8 @@ class Server:
 
     def _process(self, route: Route, message: RequestEnvelope, data: Any, frame: Any) -> None:
         name, seq, body, part = message.session, message.seq, message.body, message.part
+        if seq < 1 and (body or part is not None):  # it would count as known, in a session unknown to the handler
+            raise ProtocolError("a request below number 1")
         session = self.requests.sessions.get(name)
         if session is None:
             if isinstance(part, Piece) and part.start == 0 and data is not None:
@@ -321,6 +323,8 @@ class Server:
                 self._post(route, seq, part=Read(()))
             if not body:  # a confirmation from a session that has ended
                 return
+            if len(message.dropped) > MAX_EARLY:  # before there is a session
+                raise ProtocolError("a first request with too many cancellations")
             part, key = None, _property(frame, "User-Id")
             session = self.requests.sessions.setdefault(name, SessionState(keys=(key,)))
         if route not in session.connections:
@@ -419,7 +423,7 @@ class Server:
             if not payload and len(body) <= PIECE_BYTES:
                 self._post(route, seq, body)
                 return
-            download = self.requests.download(request, body, payload)
+            download = self.requests.downloads.setdefault(request, Download(body, payload))
         if (again or isinstance(part, Ask)) and not isinstance(part, Read) and download.sizes is not None:
             self._post(route, seq, part=Offer(download.sizes, getattr(part, "number", 0)))
             return

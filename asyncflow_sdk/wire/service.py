@@ -200,9 +200,7 @@ class Service(Handler):
             self._next_recheck_s = now + RECHECK_S
             self._ask(self._members)
         if self._server.key_of(session) not in self._members:
-            raise AccessDenied(
-                f"{self.address} does not accept this key any more: its client was evicted, or has ended"
-            )
+            raise AccessDenied(f"{self.address} does not accept this key any more: its client was evicted, or ended")
 
     def _send(self, ticket: int, reply: CallReply, make: Callable[[], tuple[bytes, Frames]] | None = None) -> None:
         self._server.call(lambda: self._server.answer(ticket, _encode(reply), make=make))
@@ -283,7 +281,6 @@ class ServiceClient(Client):
         except (*_BAD, ConfigError) as error:
             raise ProtocolError(f"the address of a service cannot be read: {error}") from None
         self.watch(found.pid, found.pid_key)
-        self._calling = threading.Lock()
         self._called_s = -math.inf
 
     def call(
@@ -300,10 +297,9 @@ class ServiceClient(Client):
         Raises the handler's error; ServerLost after ``timeout_s``, when the service's process ends, and on
         ``close``; WireError on ``interrupt``; ProtocolError for a broken or large answer; AccessDenied."""
         until = time.monotonic() + timeout_s
-        with self._calling:
-            if time.monotonic() - self._called_s > FORGET_S / 2:  # the service may not know this client
-                self.greet(timeout_s, what, since)
-            self._called_s = time.monotonic()
+        if time.monotonic() - self._called_s > FORGET_S / 2:  # the service may not know this client
+            self.greet(timeout_s, what, since)  # several threads may: none waits for the greeting of another
+        self._called_s = time.monotonic()
         return self._exchange(PeerCall(body), until - time.monotonic(), what, since, most_bytes)
 
     def greet(self, timeout_s: float, what: str, since: int | None = None) -> None:

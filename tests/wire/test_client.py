@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 from children import Child, hear, say
 from flaky_proxy import FlakyProxy
 from waiting import in_thread, until
@@ -16,6 +17,8 @@ from wire_handlers import Parrot, client_of, serving
 
 from asyncflow_sdk.errors import AsyncFlowError, ServerLost
 from asyncflow_sdk.wire import Client, process_key
+from asyncflow_sdk.wire.client_sockets import LoopSocket, ServerWatch, ThreadSocket
+from asyncflow_sdk.wire.envelope import PROTOCOL, ResponseEnvelope, encode
 
 
 @pytest.fixture
@@ -92,6 +95,72 @@ def test_ctrl_c_takes_a_blocking_request_back(parrot: Parrot) -> None:
         assert child.hear() == "after 1"
         assert child.wait() == 0
     assert parrot.dropped_ones == [(parrot.parked[b"park"], None)]
+
+
+@pytest.fixture
+def peer(request: pytest.FixtureRequest) -> Iterator[zmq.Socket[bytes]]:
+    """What a socket is connected to that reads it at any place."""
+    with zmq.Context.instance().socket(zmq.DEALER) as peer:
+        peer.bind(f"inproc://{request.node.name}")
+        yield peer
+
+
+def answer(seq: int) -> tuple[bytes, bytes]:
+    return encode(ResponseEnvelope(PROTOCOL, seq, b"")), b"payload %d" % seq
+
+
+def test_a_signal_in_the_middle_of_an_answer_takes_no_payload_from_it(peer: zmq.Socket[bytes]) -> None:
+    channel = ThreadSocket(zmq.Context.instance(), ServerWatch(peer.last_endpoint.decode()), None, None)
+    handlers = [channel.receive]
+    handled = []
+
+    class Interrupted:
+        def __getattr__(self, name: str) -> object:
+            return getattr(socket, name)
+
+        def recv(self, *arguments: object, **options: object) -> object:
+            frame = socket.recv(*arguments, **options)
+            if handlers:
+                handled.append(handlers.pop()())
+            return frame
+
+    # given two answers, and a signal whose handler asks, between the frames of the first
+    socket, channel.socket = channel.socket, Interrupted()
+    for seq in (1, 2):
+        peer.send_multipart(answer(seq))
+    # when / then: none without its payload
+    with pytest.raises(zmq.Again):
+        channel.receive()
+    ((response, payload),) = handled
+    assert (response.seq, bytes(payload)) == (2, b"payload 2")
+    channel.socket = socket
+    channel.close()
+
+
+def test_the_rest_of_an_interrupted_answer_harms_nobody_else(peer: zmq.Socket[bytes]) -> None:
+    # given a thread and a loop that were interrupted between the frames of an answer
+    context, server = zmq.Context.instance(), ServerWatch(peer.last_endpoint.decode())
+
+    async def interrupted_loop() -> LoopSocket:
+        return LoopSocket(context, server, None)
+
+    loop, errors = asyncio.new_event_loop(), []
+    loop.set_exception_handler(lambda loop, context: errors.append(context))
+    for channel in (ThreadSocket(context, server, None, None), loop.run_until_complete(interrupted_loop())):
+        peer.send_multipart(answer(1))
+        channel.socket.recv()
+        assert channel.has_message()
+        # when another thread looks there, and the loop goes on
+        if isinstance(channel, ThreadSocket):
+            channel.drain()
+        else:
+            channel.send([])
+            loop.run_until_complete(asyncio.sleep(0))
+        # then
+        assert not channel.has_message()
+        assert not errors
+        channel.close()
+    loop.close()
 
 
 def test_a_server_that_is_gone_is_named_within_the_deadline_and_the_grace(parrot: Parrot, client: Client) -> None:

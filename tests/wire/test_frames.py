@@ -98,7 +98,22 @@ def test_hostile_numbers_harm_only_their_own_session(parrot: Parrot) -> None:
         # then
         while not raw.hear()[1].startswith(b"hello"):
             pass
-    assert parrot.server.garbage == 0
+    assert parrot.server.garbage == 2
+
+
+def test_a_session_that_the_handler_never_hears_of_is_not_kept(parrot: Parrot) -> None:
+    with Raw(parrot.server.addresses[0]) as raw:
+        # given requests without a number, and one whose cancellations are refused
+        for seq in (0, -1):
+            raw.send(frame(seq, b"x", f"body {seq}"))
+            raw.send(frame(seq, b"", f"piece {seq}", part=(2, 0, (1, 0))), b"x")
+        raw.send(frame(1, b"x", "cancelled", dropped=tuple(range(2, 70_000))))
+        # when
+        raw.send(frame(1, b"hello", "good"))
+        # then
+        assert raw.hear() == (1, b"hello 0")
+    assert list(parrot.server.requests.sessions) == ["good"]
+    assert parrot.server.garbage == 5
 
 
 def test_an_oversized_message_cuts_only_its_own_connection(parrot: Parrot) -> None:

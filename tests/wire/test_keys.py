@@ -57,6 +57,7 @@ def test_keys_are_made_once_for_the_eyes_of_their_owner(files: tuple[Path, Path]
             "`server` is no Z85 key",
         ),
         (lambda path: path.write_bytes((path.parent / "server.key").read_bytes()), "is no run key.*server key"),
+        (lambda path: path.write_bytes(b" " * (2 << 20) + path.read_bytes()), "is no run key"),
         (lambda path: (path.unlink(), path.mkdir()), "is no file"),
         (lambda path: (path.unlink(), os.mkfifo(path)), "is no file"),
     ],

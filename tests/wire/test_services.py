@@ -1,12 +1,15 @@
 """A service of a member, and its clients."""
 
+import os
+import socket
 import time
 from types import SimpleNamespace
 
 import pytest
-from waiting import until
+from waiting import in_thread, until
 
-from asyncflow_sdk.wire import Service, ServiceClient, service
+from asyncflow_sdk.errors import ServerLost
+from asyncflow_sdk.wire import Service, ServiceAddress, ServiceClient, service
 
 pytestmark = pytest.mark.fast
 MB = 1 << 20
@@ -40,3 +43,21 @@ def test_a_client_that_was_forgotten_makes_a_large_call_again(monkeypatch: pytes
     assert client.call(bytes(3 * MB), 60).body == b"%d" % (3 * MB)
     for each in (client, other, counter.service):
         each.close()
+
+
+def test_a_call_waits_its_own_time_and_not_that_of_another_thread() -> None:
+    # given a service that answers no greeting, and a call that waits for it
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = ServiceAddress(f"tcp://127.0.0.1:{silent.getsockname()[1]}", None, os.getpid(), "")
+        client = ServiceClient(where)
+        waiting = in_thread(client.call, b"", 60)
+        silent.settimeout(60)
+        silent.accept()
+        # when
+        began = time.monotonic()
+        with pytest.raises(ServerLost, match="no answer in 0"):
+            client.call(b"", 0.2)
+        # then
+        assert time.monotonic() - began < 20
+        client.close()
+        assert isinstance(waiting(), ServerLost)
