@@ -48,7 +48,7 @@ class Read(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Ask for the pieces at ``starts``. ``number``: number of the newest Offer; pieces sent before it are lost.
     From a server without any: it does not know the request."""
 
-    starts: tuple[int, ...]
+    starts: Annotated[tuple[int, ...], msgspec.Meta(max_length=16)]  # eight under way, and as many lost
     number: int = 0
 
 

@@ -108,12 +108,13 @@ def test_a_session_that_the_handler_never_hears_of_is_not_kept(parrot: Parrot) -
             raw.send(frame(seq, b"x", f"body {seq}"))
             raw.send(frame(seq, b"", f"piece {seq}", part=(2, 0, (1, 0))), b"x")
         raw.send(frame(1, b"x", "cancelled", dropped=tuple(range(2, 70_000))))
+        raw.send(frame(1, b"", "greedy", part=(3, (0,) * 17, 0)))  # more pieces than anybody has under way
         # when
         raw.send(frame(1, b"hello", "good"))
         # then
         assert raw.hear() == (1, b"hello 0")
     assert list(parrot.server.requests.sessions) == ["good"]
-    assert parrot.server.garbage == 5
+    assert parrot.server.garbage == 6
 
 
 def test_an_oversized_message_cuts_only_its_own_connection(parrot: Parrot) -> None:
