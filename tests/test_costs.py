@@ -17,7 +17,7 @@ import asyncflow_sdk as af
 
 ROWS = 32
 REPEATS = 20
-MAX_CALLS = {"put": (159, 230), "lease": (127, 223), "read": (6, 0), "complete": (159, 245)}
+MAX_CALLS = {"put": (108, 141), "lease": (100, 137), "read": (6, 0), "complete": (110, 143)}
 """By verb: calls of Python and C functions by the client, and by the server. Later Pythons make fewer. ADR 70 says when a
 limit may rise."""
 

@@ -36,7 +36,7 @@ MAX_SIZE = {  # lines, files
     "asyncflow_sdk/ledger": (7_518, 28),
     "asyncflow_sdk/memory": (1_446, 6),
     "asyncflow_sdk/plugins": (594, 4),
-    "asyncflow_sdk/queue": (6_643, 28),
+    "asyncflow_sdk/queue": (6_641, 28),
     "asyncflow_sdk/testing": (9_806, 57),
     "asyncflow_sdk/types": (2_147, 15),
     "asyncflow_sdk/weights": (4_558, 23),
@@ -49,7 +49,7 @@ MAX_SIZE = {  # lines, files
     "adapters/asyncflow_torch": (7_200, 52),
     "adapters/asyncflow_vllm": (1_702, 16),
     "contrib/asyncflow_accelerate": (245, 4),
-    "contrib/asyncflow_blocks": (1_022, 9),
+    "contrib/asyncflow_blocks": (1_020, 9),
     "contrib/asyncflow_ctranslate2": (241, 4),
     "contrib/asyncflow_mlflow": (226, 4),
     "contrib/asyncflow_mooncake": (479, 5),
@@ -62,21 +62,21 @@ MAX_SIZE = {  # lines, files
     "contrib/asyncflow_trackio": (110, 4),
     "contrib/asyncflow_wandb": (169, 4),
     "benchmarks": (7_181, 77),
-    "tests, shared": (7_736, 63),
+    "tests, shared": (7_734, 63),
 }
 """By package."""
-MAX_CORE = (33_085, 183)
+MAX_CORE = (29_003, 138)
 """Of the packages of CORE together."""
 MAX_COUNT = {
     "public names": 97,
     "functions with more than ten parameters": 18,
     "assignments into other objects": 140,
     "assignments into other objects, of the core": 2,
-    "comments that stop the formatter": 300,
-    "notes of parameters without a noun": 306,
-    "public functions without a docstring": 77,
-    "relative words in 100 of the code": 1.04,
-    "relative words in 100 of the tests": 4.77,
+    "comments that stop the formatter": 293,
+    "notes of parameters without a noun": 296,
+    "public functions without a docstring": 64,
+    "relative words in 100 of the code": 0.88,
+    "relative words in 100 of the tests": 4.71,
 }
 
 
