@@ -103,20 +103,6 @@ def test_a_mapping_that_nobody_wrote_into_shows_the_next_block_in_its_place(dire
         assert arena.renew(block)
 
 
-def test_mappings_that_may_have_been_written_into_are_given_up(directory: Path) -> None:
-    # given
-    arena, mapper, maps = Arena(directory, "w", MB), Mapper(directory), PrivateMaps()
-    block = arena.allocate(MB // 2)
-    block.memory[HEADER_BYTES:] = 1
-    view = taken(mapper, maps, block)
-    view[5] = 99
-    del view
-    # when
-    maps.clear()
-    # then
-    assert set(taken(mapper, maps, block)) == {1}
-
-
 def mappings(directory: Path, block: Allocation) -> int:
     """Mappings that this process has of the segment of a block."""
     name = str(directory / block.segment)
