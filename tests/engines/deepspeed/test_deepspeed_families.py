@@ -110,5 +110,6 @@ def test_a_folder_is_published_exported_and_taken_back_as_it_is(
     assert {name for name in first if (later[name] != first[name]).any()}
     assert not unlike(stored(tmp_path / "export"), held | later)
     plain = TorchEngine(str(tmp_path / "export"), frozen=True, device="cpu")
-    np.testing.assert_allclose(plain.logprobs(batch).values, logprobs.values, atol=0.05)
+    # bfloat16 has 8 bits: kernels of different processors differ in the last one
+    np.testing.assert_allclose(plain.logprobs(batch).values, logprobs.values, rtol=2**-8, atol=0.05)
     plain.close()
