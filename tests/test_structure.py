@@ -36,7 +36,7 @@ MAX_SIZE = {  # lines, files
     "asyncflow_sdk/ledger": (7_518, 28),
     "asyncflow_sdk/memory": (1_446, 6),
     "asyncflow_sdk/plugins": (594, 4),
-    "asyncflow_sdk/queue": (6_641, 28),
+    "asyncflow_sdk/queue": (6_630, 28),
     "asyncflow_sdk/testing": (9_806, 57),
     "asyncflow_sdk/types": (2_147, 15),
     "asyncflow_sdk/weights": (4_558, 23),

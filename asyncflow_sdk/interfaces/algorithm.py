@@ -116,16 +116,16 @@ class Algorithm(abc.ABC):
 
     @abc.abstractmethod
     def advantages(self, batch: Batch) -> Advantages:
-        """Return the advantages of a whole step, with all rows of each group (``batch.groups``). See ``Advantages`` for
-        the forms. A number not finite makes the step fail."""
+        """Return the advantages of a whole step, with all rows of each group (``batch.groups``). See ``Advantages``
+        for the forms. A number not finite makes the step fail."""
 
     def advantages_of_share(self, batch: Batch) -> Advantages:
-        """Return the advantages of some of a step's groups, before the scaling of ``standardise``. Called only if that
-        is a number."""
+        """Return the advantages of some of a step's groups, before the scaling of ``standardise``. Called only if
+        that is a number."""
         return self.advantages(batch)
 
     @abc.abstractmethod
     def loss(self, tokens: PackedTokens) -> tuple[Any, dict[str, Any]]:
-        """Return the loss of some of a step's tokens, a scalar with gradient, and metrics by name: numbers, or scalars
-        without gradient. Called for each part of a step. Losses, gradients and metrics of the parts are summed, so
-        means divide by ``tokens.total_tokens`` or ``total_rows``."""
+        """Return the loss of some of a step's tokens, a scalar with gradient, and metrics by name: numbers, or
+        scalars without gradient. Called for each part of a step. Losses, gradients and metrics of the parts are
+        summed, so means divide by ``tokens.total_tokens`` or ``total_rows``."""

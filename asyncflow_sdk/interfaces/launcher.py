@@ -136,8 +136,8 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """The end of a worker. ``status``: 0: finished; 3: an error to recur after a restart; -N: killed by signal N; other:
-    an error. ``text``: its cause in the first line, empty if unknown, then its traceback or log."""
+    """The end of a worker. ``status``: 0: finished; 3: an error to recur after a restart; -N: killed by signal N;
+    other: an error. ``text``: its cause in the first line, empty if unknown, then its traceback or log."""
 
     status: int
     text: str = ""
@@ -171,9 +171,9 @@ class WorkerHandle(abc.ABC):
 
 
 class Launcher(abc.ABC):
-    """Starts workers. Made by its plugin's factory, once for each run and ``launcher_options``. It must end its workers
-    when the driver ends, however the driver ends. If its AdapterSpec declares ``can={"hosts": "many"}``, its workers get
-    the address of the run for other hosts, with a key, if the run has one."""
+    """Starts workers. Made by its plugin's factory, once for each run and ``launcher_options``. It must end its
+    workers when the driver ends, however the driver ends. If its AdapterSpec declares ``can={"hosts": "many"}``, its
+    workers get the address of the run for other hosts, with a key, if the run has one."""
 
     def check(self, placement: Placement) -> None:
         """Raise ConfigError for an impossible placement. Called before a worker starts there. Optional."""
@@ -184,12 +184,12 @@ class Launcher(abc.ABC):
 
     @abc.abstractmethod
     def start(self, spec: WorkerSpec) -> WorkerHandle:
-        """Start a worker and return as soon as its handle can be waited for. Raises ConfigError. Any exception during a
-        restart ends the worker for good. Called from any thread, for different workers at the same time."""
+        """Start a worker and return as soon as its handle can be waited for. Raises ConfigError. Any exception during
+        a restart ends the worker for good. Called from any thread, for different workers at the same time."""
 
     def start_ranks(self, specs: Sequence[WorkerSpec]) -> Sequence[WorkerHandle]:
-        """Start all ranks of one worker, or none. Return a handle for each. The ranks find each other through the run.
-        Raises as ``start``. Default: ``start`` each of them."""
+        """Start all ranks of one worker, or none. Return a handle for each. The ranks find each other through the
+        run. Raises as ``start``. Default: ``start`` each of them."""
         handles: list[WorkerHandle] = []
         try:
             handles.extend(self.start(spec) for spec in specs)

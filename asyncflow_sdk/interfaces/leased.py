@@ -114,15 +114,15 @@ class StepPart(Batch):
 
 
 class LeasedStep(AbstractContextManager["LeasedStep"], abc.ABC):
-    """A step leased to this client, delivered in parts while the rest of it is still being generated, until the client
-    acknowledges the step, gives it back, or the lease ends. ``with`` and attributes as of ``LeasedBatch``; each request
-    for a part renews the lease. One thread at a time.
+    """A step leased to this client, delivered in parts while the rest of it is still being generated, until the
+    client acknowledges the step, gives it back, or the lease ends. ``with`` and attributes as of ``LeasedBatch``;
+    each request for a part renews the lease. One thread at a time.
 
-    If the lease ends (this client or another rank died or was too late, or the step was given back), the step is leased
-    again under a new token: the same parts come first, with the same rows, and the same shards for as many ranks. If a
-    delivered row ends before the step is full (a rollback, lost payload, a cancelled or failed group), the lease is
-    void: ``parts``, ``renew`` and ``ack`` raise LeaseLost with the reason, and everything computed from the step must be
-    discarded.
+    If the lease ends (this client or another rank died or was too late, or the step was given back), the step is
+    leased again under a new token: the same parts come first, with the same rows, and the same shards for as many
+    ranks. If a delivered row ends before the step is full (a rollback, lost payload, a cancelled or failed group),
+    the lease is void: ``parts``, ``renew`` and ``ack`` raise LeaseLost with the reason, and everything computed from
+    the step must be discarded.
     """
 
     token: int
@@ -151,8 +151,8 @@ class LeasedStep(AbstractContextManager["LeasedStep"], abc.ABC):
     @abc.abstractmethod
     def parts(self) -> Iterator[StepPart]:
         """Iterate over the parts, each once, in order; wait for each. Raises LeaseLost with the reason, and
-        DeadlineExceeded listing the unfinished groups of the step and their holders; then the next call continues with
-        the same part."""
+        DeadlineExceeded listing the unfinished groups of the step and their holders; then the next call continues
+        with the same part."""
 
     @abc.abstractmethod
     def renew(self, *, after_s: float = 0.0) -> None:
@@ -160,8 +160,8 @@ class LeasedStep(AbstractContextManager["LeasedStep"], abc.ABC):
 
     @abc.abstractmethod
     def ack(self, *, filtered: npt.ArrayLike | None = None) -> None:
-        """Acknowledge the whole step, as ``LeasedBatch.ack`` does. ``filtered``: bool (``rows``,), in order of delivery.
-        Raises SchemaError before the last part is delivered, and LeaseLost."""
+        """Acknowledge the whole step, as ``LeasedBatch.ack`` does. ``filtered``: bool (``rows``,), in order of
+        delivery. Raises SchemaError before the last part is delivered, and LeaseLost."""
 
     @abc.abstractmethod
     def give_back(self, *, reason: str = "", blame: bool = False) -> None:
@@ -210,5 +210,5 @@ class Producer(abc.ABC):
 
     @abc.abstractmethod
     async def run(self) -> None:
-        """Generate on this event loop. Raises the engine's error, DeadlineExceeded with the reason, and ConfigError if
-        this connection is the replica of another engine."""
+        """Generate on this event loop. Raises the engine's error, DeadlineExceeded with the reason, and ConfigError
+        if this connection is the replica of another engine."""

@@ -46,8 +46,8 @@ class PutRows:
 
 class QueueOptions(TypedDict, total=False):
     """Keywords of ``configure``; None leaves a limit as it is. ``capacity_rows``, ``capacity_bytes``: most live rows,
-    and most bytes of their payload. ``row_bytes``: reserve for a row with all its columns; 0, the default: the bytes of
-    the largest row so far. ``steps``: the stream ends after so many. ``max_staleness``, ``staleness_policy``: see
+    and most bytes of their payload. ``row_bytes``: reserve for a row with all its columns; 0, the default: the bytes
+    of the largest row so far. ``steps``: the stream ends after so many. ``max_staleness``, ``staleness_policy``: see
     ``Staleness``; by a name installed at the server, alone or with options. ``keep_versions``, ``max_swapping``,
     ``quorum``: see ``Weights``. ``checkpoints``: keep rows of acknowledged steps until a checkpoint covers them.
     ``home_silence_s``: see ``Store``."""
@@ -106,8 +106,8 @@ class TransferQueue(abc.ABC):
         keep_version: int | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> PutRows:
-        """Add ``group_size`` rows for each entry of ``columns``: the rows of a group share it. Wait while the queue is
-        full.
+        """Add ``group_size`` rows for each entry of ``columns``: the rows of a group share it. Wait while the queue
+        is full.
 
         ``key``: idempotency key. A repeated put adds nothing, except groups failed since because their payload was
         lost: these are added again, whole. It must have the same values, number of entries, ``group_size`` and
@@ -115,8 +115,8 @@ class TransferQueue(abc.ABC):
 
         ``version``: one version of the weights generates all these rows, the first one current from this number on.
         Replicas of the partition load it, and keep it until the rows are generated. The partition gets its next rows
-        once these have ended, with a ``version``, too. Rows of a version rolled back or lost expire. After the trainer's
-        last version: Ended. ``keep_version``: kept for a rollback until the partition's next rows are put.
+        once these have ended, with a ``version``, too. Rows of a version rolled back or lost expire. After the
+        trainer's last version: Ended. ``keep_version``: kept for a rollback until the partition's next rows are put.
 
         Raises SchemaError, ConfigError, Ended, MemoryFull, and DeadlineExceeded naming the cause of a full queue.
         """
@@ -139,22 +139,22 @@ class TransferQueue(abc.ABC):
         ack: LeasedBatch | None = None,
     ) -> LeasedBatch:
         """Lease 1 to ``count`` ready rows of a task, whole groups if the task admits, or one whole step if it has
-        batch_rows. ``partition``: of the rows; None: the task's partitions take turns. ``at_least``: wait for this many
-        rows (0: one, or one a shard); only the rest at the end of the stream may be fewer. ``columns``: the needs to
-        read; the others are neither mapped nor copied.
+        batch_rows. ``partition``: of the rows; None: the task's partitions take turns. ``at_least``: wait for this
+        many rows (0: one, or one a shard); only the rest at the end of the stream may be fewer. ``columns``: the
+        needs to read; the others are neither mapped nor copied.
 
         ``ack``: a batch to acknowledge in the same request, with its ``finish`` or, without one, all its remaining
         rows. It takes effect before the wait for the lease. If it fails, its error (LeaseLost, SchemaError,
         WriteOnceError) is raised and nothing is leased.
 
-        ``group``: the ``world_size`` ranks of a group lease together: the k-th get of each ``rank`` belongs to the k-th
-        lease of the group, granted once all have asked. Its rows are dealt out in ``shards``; 0: one a rank; fewer:
-        ``world_size // shards`` adjacent ranks get the same rows. Row counts of shards differ by at most 1, and a
-        balanced sampler makes them about equally heavy; with whole groups it deals by weight alone. A shard may then be
-        empty, also with ``at_least`` below the number of shards. If a rank dies before all have acknowledged a step,
-        gives rows back or is too late, all ranks lose it, and the next get of each rank leases it again under a new
-        token. Of rows outside steps, a rank gets a batch without rows if its rows ended before it read them. A lease of
-        another session under this rank becomes void.
+        ``group``: the ``world_size`` ranks of a group lease together: the k-th get of each ``rank`` belongs to the
+        k-th lease of the group, granted once all have asked. Its rows are dealt out in ``shards``; 0: one a rank;
+        fewer: ``world_size // shards`` adjacent ranks get the same rows. Row counts of shards differ by at most 1,
+        and a balanced sampler makes them about equally heavy; with whole groups it deals by weight alone. A shard may
+        then be empty, also with ``at_least`` below the number of shards. If a rank dies before all have acknowledged
+        a step, gives rows back or is too late, all ranks lose it, and the next get of each rank leases it again under
+        a new token. Of rows outside steps, a rank gets a batch without rows if its rows ended before it read them. A
+        lease of another session under this rank becomes void.
 
         ``most``: most rows of this replica at once, for a task with ``admits``. With it, the replica takes part in
         weight updates: the request waits while a version must be loaded first, and then returns as many rows as there
@@ -208,8 +208,8 @@ class TransferQueue(abc.ABC):
 
     @abc.abstractmethod
     def wanted(self, *, timeout_s: float = TIMEOUT_S) -> int:
-        """Return the number of rows missing from the remaining steps (without a last step: from the next few), also in
-        place of filtered, failed and cancelled ones; wait while it is 0. Raises Ended once all steps are full,
+        """Return the number of rows missing from the remaining steps (without a last step: from the next few), also
+        in place of filtered, failed and cancelled ones; wait while it is 0. Raises Ended once all steps are full,
         DeadlineExceeded."""
 
     @abc.abstractmethod
@@ -230,9 +230,9 @@ class TransferQueue(abc.ABC):
         partition: str | None = None,
         reason: str = "cancelled by request",
     ) -> int:
-        """End live rows, selected by id, by the ``key`` of their put or by ``partition``, with their groups and leases.
-        Rows in a full step belong to the trainer and stay. Return the number of ended rows. Raises SchemaError for an
-        unknown id or key."""
+        """End live rows, selected by id, by the ``key`` of their put or by ``partition``, with their groups and
+        leases. Rows in a full step belong to the trainer and stay. Return the number of ended rows. Raises
+        SchemaError for an unknown id or key."""
 
     @abc.abstractmethod
     def failed(self, count: int = 100) -> tuple[FailedGroup, ...]:

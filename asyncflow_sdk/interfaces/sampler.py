@@ -1,5 +1,5 @@
-"""Sampler: chooses the ready rows to be leased next by a task. Register one of your own as an adapter of kind "sampler"
-and check it with ``asyncflow_sdk.testing.check_sampler``; the guide of the queue has an example.
+"""Sampler: chooses the ready rows to be leased next by a task. Register one of your own as an adapter of kind
+"sampler" and check it with ``asyncflow_sdk.testing.check_sampler``; the guide of the queue has an example.
 
     queue.declare("train", needs=["response_ids"], sampler=("longest_first", {"column": "response_ids"}))
 """

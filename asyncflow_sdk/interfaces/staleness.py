@@ -1,6 +1,6 @@
 """StalenessPolicy: decides the groups to generate, to train, and to expire. Pass one of your own or register it as an
-adapter of kind "staleness", and check it with ``asyncflow_sdk.testing.check_staleness_policy``; the guide of staleness
-has an example.
+adapter of kind "staleness", and check it with ``asyncflow_sdk.testing.check_staleness_policy``; the guide of
+staleness has an example.
 
     af.serve("runs/mine", max_staleness=2, staleness_policy=Patient)
 """
@@ -43,9 +43,9 @@ class StepWindow:
 
 class StalenessPolicy(ABC):
     """Makes decisions from a ``StepWindow``. Methods must depend on their arguments and the policy's options only: no
-    clock, no random state, no state between calls. The queue's server makes the policy from plain options and calls it
-    in its own thread: it delays all clients. After a server restart, recorded answers are replayed instead of new calls.
-    An exception, or an answer other than a number, fails all lease requests with PluginError.
+    clock, no random state, no state between calls. The queue's server makes the policy from plain options and calls
+    it in its own thread: it delays all clients. After a server restart, recorded answers are replayed instead of new
+    calls. An exception, or an answer other than a number, fails all lease requests with PluginError.
 
     ``promise``: the guarantee for every trained token and its cost, in one line for people. ``bounded``: True if no
     token is older than max_staleness; the ledger then admits no row into a step past its deadline, also against
@@ -58,8 +58,8 @@ class StalenessPolicy(ABC):
     @abstractmethod
     def admit(self, window: StepWindow, deadline: int) -> int:
         """Return the number of rows to be started by a replica, as whole groups; 0 or less: none now. If the answer
-        never reaches a group's size, the replica starves. Also called for a newer version. ``deadline``: of these rows,
-        the replica's version plus max_staleness. With ``bounded``, it has not passed."""
+        never reaches a group's size, the replica starves. Also called for a newer version. ``deadline``: of these
+        rows, the replica's version plus max_staleness. With ``bounded``, it has not passed."""
 
     def select(self, window: StepWindow, deadline: int | None) -> int:
         """Return the number of complete rows with this ``deadline`` to join the step, at most ``free`` (the default).
@@ -67,9 +67,9 @@ class StalenessPolicy(ABC):
         return window.free
 
     def evict(self, window: StepWindow) -> Collection[int]:
-        """Return deadlines to give up. Called when a step has closed and the next one, ``window.step``, is being filled.
-        Groups with these deadlines expire, also during generation, and are replaced, unless in a step. Default with
-        ``bounded``: the passed ones."""
+        """Return deadlines to give up. Called when a step has closed and the next one, ``window.step``, is being
+        filled. Groups with these deadlines expire, also during generation, and are replaced, unless in a step.
+        Default with ``bounded``: the passed ones."""
         return [due for due in window.admitted if due < window.step] if self.bounded else ()
 
     def least_rows(self, batch_rows: int, max_staleness: int) -> int:

@@ -48,8 +48,8 @@ class Publication(abc.ABC):
 
 @dataclass(frozen=True)
 class RollbackResult:
-    """The result of a rollback. ``version``: the new, current number. ``expired``: ended rows of the withdrawn versions.
-    ``checkpoint``: step of the checkpoint with this version's optimizer state; -1 without one."""
+    """The result of a rollback. ``version``: the new, current number. ``expired``: ended rows of the withdrawn
+    versions. ``checkpoint``: step of the checkpoint with this version's optimizer state; -1 without one."""
 
     version: int
     expired: int
@@ -98,8 +98,8 @@ class WeightPublisher(AbstractContextManager["WeightPublisher"], abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Flush, and let another publisher take over. A version not delivered in time is withdrawn. The current version
-        stays current: replicas can fetch it if the transport outlives its publisher. Idempotent."""
+        """Flush, and let another publisher take over. A version not delivered in time is withdrawn. The current
+        version stays current: replicas can fetch it if the transport outlives its publisher. Idempotent."""
 
 
 class LoadableUpdate(
@@ -145,9 +145,9 @@ class WeightSync(abc.ABC):
 
     @abc.abstractmethod
     def weight_publisher(self, transport: str = "auto", **options: Any) -> WeightPublisher:
-        """Open the trainer's end. ``transport``: its name; "auto": shm if all members of the run are on this host, else
-        tcp. ``options``: of the publisher (rank, world_size, dtype, ...) and of the transport. Raises ConfigError if
-        another publisher is open, and for an unsuitable transport."""
+        """Open the trainer's end. ``transport``: its name; "auto": shm if all members of the run are on this host,
+        else tcp. ``options``: of the publisher (rank, world_size, dtype, ...) and of the transport. Raises
+        ConfigError if another publisher is open, and for an unsuitable transport."""
 
     @abc.abstractmethod
     def weight_updates(

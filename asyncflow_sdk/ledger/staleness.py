@@ -1,5 +1,5 @@
-"""Staleness control: ask the policy how many rows to admit and select, and which are too late. Policies are user code:
-their answers are recorded, so a replay does not call them."""
+"""Staleness control: ask the policy how many rows to admit and select, and which are too late. Policies are user
+code: their answers are recorded, so a replay does not call them."""
 
 from __future__ import annotations
 

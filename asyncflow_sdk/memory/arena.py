@@ -78,8 +78,9 @@ class _Range(NamedTuple):
 
 
 class FreeRanges:
-    """The free ranges of an arena's segments. Best fit: the smallest sufficient range was mostly freed just now, and is
-    still in the cache, while large ranges stay whole. Operations take O(log n) and a memmove of the sorted list."""
+    """The free ranges of an arena's segments. Best fit: the smallest sufficient range was mostly freed just now, and
+    is still in the cache, while large ranges stay whole. Operations take O(log n) and a memmove of the sorted
+    list."""
 
     def __init__(self) -> None:
         self._by_size: list[tuple[int, int, int]] = []  # (size, segment number, start)
@@ -151,8 +152,8 @@ class FreeRanges:
 
 class Arena:
     """The segments written by one session. Thread-safe; unusable in a child made by fork(), which would write to its
-    parent's memory. Files are named ``prefix`` and a number, never reused. It holds at most the recent maximum of live
-    bytes plus one segment, and returns free memory above that to the system, whole segments first."""
+    parent's memory. Files are named ``prefix`` and a number, never reused. It holds at most the recent maximum of
+    live bytes plus one segment, and returns free memory above that to the system, whole segments first."""
 
     def __init__(self, directory: Path, prefix: str, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._directory, self._prefix, self._segment_bytes = directory, prefix, segment_bytes

@@ -1,8 +1,8 @@
 """The shared-memory directory of a run, made and removed by its server; after a kill -9, removed by the next one.
 
-All segments of a run are files of one directory below /dev/shm, or below the temporary directory if /dev/shm is small.
-The server holds a lock on the file ``owner``. A directory with a free lock belongs to a dead run, and the next server
-removes it.
+All segments of a run are files of one directory below /dev/shm, or below the temporary directory if /dev/shm is
+small. The server holds a lock on the file ``owner``. A directory with a free lock belongs to a dead run, and the next
+server removes it.
 
 The file ``journal`` names the journal that owns a directory, and ``owner`` the device and inode of the folder of the
 run's directory: another container may have another journal of this path. While this journal exists, the rows may
@@ -44,9 +44,9 @@ SIGN_S = 5.0
 
 
 class SharedDirectory:
-    """Makes and owns a directory for segments. ``warning``: why it is not below /dev/shm, else "". ``journal``: path of
-    the journal that owns it. ``path``: the journal's earlier directory, reused, or made again. Raises ConfigError if
-    ``path`` belongs to another user, or stays locked. Not thread-safe."""
+    """Makes and owns a directory for segments. ``warning``: why it is not below /dev/shm, else "". ``journal``: path
+    of the journal that owns it. ``path``: the journal's earlier directory, reused, or made again. Raises ConfigError
+    if ``path`` belongs to another user, or stays locked. Not thread-safe."""
 
     def __init__(self, base: Path | None = None, *, journal: Path | None = None, path: Path | None = None) -> None:
         self.warning = ""
@@ -267,9 +267,9 @@ class HomeMark(msgspec.Struct, frozen=True):
 
 
 class HomeDirectory:
-    """Makes or finds the directory of a run's home on this host, and owns it. ``path``: the directory. ``contents``: an
-    identity of its files. ``base``: the folder where it is made, and looked for; default: as for a server's. Raises
-    ConfigError if another process owns it, or if ``base`` cannot be used."""
+    """Makes or finds the directory of a run's home on this host, and owns it. ``path``: the directory. ``contents``:
+    an identity of its files. ``base``: the folder where it is made, and looked for; default: as for a server's.
+    Raises ConfigError if another process owns it, or if ``base`` cannot be used."""
 
     def __init__(self, run: str, base: Path | None = None) -> None:
         self._run = run

@@ -25,8 +25,8 @@ _STEP_BYTES = 16 << 20  # the interpreter is blocked while the kernel populates
 
 
 class MappedSegment:
-    """A segment, mapped read-only. ``bytes``: all of it, uint8. It stays mapped while it has a view, which pins it by a
-    weak reference to its array, or a user: a hold or a running read. ``lock``: the mapper's, re-entrant because any
+    """A segment, mapped read-only. ``bytes``: all of it, uint8. It stays mapped while it has a view, which pins it by
+    a weak reference to its array, or a user: a hold or a running read. ``lock``: the mapper's, re-entrant because any
     allocation may collect a view and so remove its pin."""
 
     def __init__(self, path: Path, lock: threading.RLock) -> None:

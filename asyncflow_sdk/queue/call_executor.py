@@ -1,8 +1,7 @@
 """Execute the calls of clients on the ledger and the payload.
 
-Execution is deterministic: replaying the same inputs with the same times gives the same state and
-answers. Results of user code and of the file system are recorded in the ledger's
-``NondeterminismLog``.
+Execution is deterministic: replaying the same inputs with the same times gives the same state and answers. Results of
+user code and of the file system are recorded in the ledger's ``NondeterminismLog``.
 """
 
 from __future__ import annotations
@@ -116,8 +115,8 @@ class ExecutedRequest(msgspec.Struct, frozen=True):
 
 
 class CallExecutor:
-    """The state of a queue server determined by its inputs, and its answers. ``welcome``: the reply to a hello, without
-    the session. Not thread-safe: only the server's thread uses it."""
+    """The state of a queue server determined by its inputs, and its answers. ``welcome``: the reply to a hello,
+    without the session. Not thread-safe: only the server's thread uses it."""
 
     def __init__(
         self, ledger: Ledger, payload: Payload, listeners: Listeners, welcome: Welcome, wire: Server

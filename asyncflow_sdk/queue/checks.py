@@ -1,8 +1,7 @@
-"""Checks of calls: arguments in the client before a call is sent, payload in the server before it
-is executed.
+"""Checks of calls: arguments in the client before a call is sent, payload in the server before it is executed.
 
-The server's checks keep a faulty client from creating unreadable rows, or from naming memory of
-others. The payload's bytes are checked when they are read.
+The server's checks keep a faulty client from creating unreadable rows, or from naming memory of others. The payload's
+bytes are checked when they are read.
 """
 
 from __future__ import annotations

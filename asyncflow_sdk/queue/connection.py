@@ -90,8 +90,8 @@ class Connection:
     ``key``: a copy of the run's run.key, or its path. Default: for a tcp address of this host, the key of this user's
     server. ``insecure``: the run is served without keys. ``shared_memory`` False: columns and weights go over sockets
     even if the server's memory is accessible. ``timeout_s``: the longest wait for the server's first answer.
-    ``start_unit``: start a storage unit on this host for the first write, if the run has them and none is here. Raises
-    ConfigError, AccessDenied, ServerLost, ProtocolError, PluginError.
+    ``start_unit``: start a storage unit on this host for the first write, if the run has them and none is here.
+    Raises ConfigError, AccessDenied, ServerLost, ProtocolError, PluginError.
 
     Attributes: ``store``: the payload. ``directory``: the run's shared memory; None if it is not visible here.
     ``run``: the name of that directory. ``server_addresses``: the server's tcp addresses. ``key``: this client's own,
@@ -193,8 +193,8 @@ class Connection:
         return answer.reply, received.payload
 
     def renew_by(self, renewer: Any, on_lease: Callable[[Any], None] | None) -> None:
-        """Set the ``LeaseRenewer``, to be closed with the connection. ``on_lease``: called with each new lease, in the
-        thread that asked for it."""
+        """Set the ``LeaseRenewer``, to be closed with the connection. ``on_lease``: called with each new lease, in
+        the thread that asked for it."""
         self.renewer, self.on_lease = renewer, on_lease or self.on_lease
 
     @property

@@ -184,8 +184,8 @@ class Journal:
         self._frame(_encode(JournalEntry(record, results, digest)))
 
     def commit(self, note: Callable[[str, str], None]) -> bool:
-        """Write the records. Return False if the disk refuses; ``reserve`` fails meanwhile. ``note``: called when this
-        changes, with a text and its level."""
+        """Write the records. Return False if the disk refuses; ``reserve`` fails meanwhile. ``note``: called when
+        this changes, with a text and its level."""
         failed, self.failure = self.failure, None
         try:
             self._write()

@@ -88,8 +88,8 @@ class JournalDirectory:
             os.ftruncate(self._lock, len(content))
 
     def begin(self, state: bytes, memory: Path, now: float) -> None:
-        """Write a snapshot of ``state``, and begin the journal after it. ``memory``: the run's shared memory. ``now``:
-        ledger seconds. Raises MemoryFull; then the old files count."""
+        """Write a snapshot of ``state``, and begin the journal after it. ``memory``: the run's shared memory.
+        ``now``: ledger seconds. Raises MemoryFull; then the old files count."""
         number, rows = self.number + 1, str(self.rows or "")
         head = JournalHead(FORMAT, __version__, self.run, self.durability, str(memory), rows, boot(), now)
         path, snapshot_path = self.file("journal", number), self.file("snapshot", number)

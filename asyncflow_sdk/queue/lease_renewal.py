@@ -24,12 +24,11 @@ _MOST = 1000
 
 
 class LeaseRenewer:
-    """Renews every lease of a connection, in its own thread, until closed or the server is gone. With
-    ``unread``, only those with columns that are fetched.
+    """Renews every lease of a connection, in its own thread, until closed or the server is gone. With ``unread``,
+    only those with columns that are fetched.
 
-    It stops renewing if nothing was leased and no row was completed for ``patience_s`` seconds: the
-    work hangs, and its leases expire like those of a dead process. A later request for them raises
-    LeaseLost.
+    It stops renewing if nothing was leased and no row was completed for ``patience_s`` seconds: the work hangs, and
+    its leases expire like those of a dead process. A later request for them raises LeaseLost.
     """
 
     def __init__(self, connection: Connection, patience_s: float = math.inf, *, unread: bool = False) -> None:

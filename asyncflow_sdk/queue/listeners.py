@@ -65,10 +65,11 @@ class StepRows:
 
 
 class Listeners:
-    """``on_event`` and ``on_step`` run in the server's thread and must return at once; ``on_final`` runs in a thread of
-    its own, and the checkpoint waits for it. ``on_step`` gets the number of an acknowledged step, and its rows. A
-    restarted server reports the steps not covered by a checkpoint again. ``on_final`` gets a number before a checkpoint
-    makes the steps below it final; they are not reported again, so it returns only when they are no longer needed."""
+    """``on_event`` and ``on_step`` run in the server's thread and must return at once; ``on_final`` runs in a thread
+    of its own, and the checkpoint waits for it. ``on_step`` gets the number of an acknowledged step, and its rows. A
+    restarted server reports the steps not covered by a checkpoint again. ``on_final`` gets a number before a
+    checkpoint makes the steps below it final; they are not reported again, so it returns only when they are no longer
+    needed."""
 
     def __init__(
         self,

@@ -24,22 +24,19 @@ T = TypeVar("T")
 
 
 class StreamDataLoader(Generic[T]):
-    """Iterates over batches of ``count`` rows of ``task`` until the stream ends. Each ``iter``
-    continues at the stream's position; there is no length. A task with batch_rows gives one whole
-    step each.
+    """Iterates over batches of ``count`` rows of ``task`` until the stream ends. Each ``iter`` continues at the
+    stream's position; there is no length. A task with batch_rows gives one whole step each.
 
-    ``columns``: columns to read, among the task's needs (None: all); others are not mapped or
-    copied. ``collate``: turns a batch into the yielded value, in the loop's thread (default:
-    ``Batch.to_torch()``, unpinned). ``rank`` of ``world_size``: each rank of ``group`` (default:
-    the task's name) iterates over its own loader, and the k-th batches of all ranks are the shards,
-    of ``count`` rows each, of one lease. ``shards``: as of ``get``, fewer if several ranks need the
-    same rows. ``prefetch`` 1: lease the next batch while this one is in use; its lease time
-    (``lease_s`` of the task) starts again when it is yielded. ``at_least``, and the options ``partition``, ``group`` and
-    ``timeout_s`` (the longest wait for a batch): as of ``get``.
+    ``columns``: columns to read, among the task's needs (None: all); others are not mapped or copied. ``collate``:
+    turns a batch into the yielded value, in the loop's thread (default: ``Batch.to_torch()``, unpinned). ``rank`` of
+    ``world_size``: each rank of ``group`` (default: the task's name) iterates over its own loader, and the k-th
+    batches of all ranks are the shards, of ``count`` rows each, of one lease. ``shards``: as of ``get``, fewer if
+    several ranks need the same rows. ``prefetch`` 1: lease the next batch while this one is in use; its lease time
+    (``lease_s`` of the task) starts again when it is yielded. ``at_least``, and the options ``partition``, ``group``
+    and ``timeout_s`` (the longest wait for a batch): as of ``get``.
 
-    Raises the errors of ``get``: DeadlineExceeded, and LeaseLost if the previous batch took longer
-    than its lease. One thread iterates at a time. Use it only in the process that made it, not in
-    worker processes of a DataLoader.
+    Raises the errors of ``get``: DeadlineExceeded, and LeaseLost if the previous batch took longer than its lease.
+    One thread iterates at a time. Use it only in the process that made it, not in worker processes of a DataLoader.
     """
 
     def __init__(
@@ -72,8 +69,7 @@ class StreamDataLoader(Generic[T]):
 
     @property
     def lease(self) -> LeasedBatch | None:
-        """The current batch, to complete, renew or give back parts of it directly; None outside the
-        loop."""
+        """The current batch, to complete, renew or give back parts of it directly; None outside the loop."""
         return self._batches.current
 
     def __iter__(self) -> Iterator[T]:

@@ -139,8 +139,8 @@ class Payload:
         return IncomingBlock(self._own_arena(), nbytes)
 
     def store(self, call: Call, incoming: IncomingBlock | AsyncFlowError | None) -> Call:
-        """Return the call with ``block`` set to its complete upload. Raises ``incoming`` if it is an error, SchemaError
-        if it does not fit the call, MemoryFull; then its memory is free again."""
+        """Return the call with ``block`` set to its complete upload. Raises ``incoming`` if it is an error,
+        SchemaError if it does not fit the call, MemoryFull; then its memory is free again."""
         if incoming is None:
             raise SchemaError("the call's payload is missing")
         if isinstance(incoming, AsyncFlowError):
@@ -327,8 +327,8 @@ def _exists(block: Block, exist: BlockCheck) -> bool:
 class SegmentFiles:
     """The segment files of sessions, and their freed blocks. Not thread-safe: only the server's thread uses it.
 
-    Session 7 writes rows into ``s7-*`` and, as rank 0 of a publisher, weights into ``w0.7-*``. After it has ended, each
-    file is removed once no live row and no kept version needs it: it is ``pending`` until ``remove_pending``.
+    Session 7 writes rows into ``s7-*`` and, as rank 0 of a publisher, weights into ``w0.7-*``. After it has ended,
+    each file is removed once no live row and no kept version needs it: it is ``pending`` until ``remove_pending``.
     ``freed``: by open session, the serials (packed int64) of its freed blocks, for its next answer."""
 
     TRANSIENT = frozenset({"_rows", "_weights", "pending"})

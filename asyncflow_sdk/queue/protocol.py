@@ -69,10 +69,10 @@ class CurrentKey(msgspec.Struct, frozen=True, array_like=True, tag="current_key"
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     """The reply to ``ClientHello``. ``directory``: the run's shared memory. ``owner``: device and inode of the file
-    ``owner`` in it; the client compares them to recognise the same directory. ``rows``: directory of the row segments;
-    "" if it is ``directory``. ``durability``: "" if a dead server does not restart; else "process" or "host". ``pid``,
-    ``pid_key``: the server's process. ``max_bytes``: largest call accepted. ``addresses``: the server's tcp addresses.
-    ``store``, ``store_options``: the kind of store of all clients, and its options."""
+    ``owner`` in it; the client compares them to recognise the same directory. ``rows``: directory of the row
+    segments; "" if it is ``directory``. ``durability``: "" if a dead server does not restart; else "process" or
+    "host". ``pid``, ``pid_key``: the server's process. ``max_bytes``: largest call accepted. ``addresses``: the
+    server's tcp addresses. ``store``, ``store_options``: the kind of store of all clients, and its options."""
 
     session: int
     directory: str
@@ -97,9 +97,9 @@ CallCommand: TypeAlias = AnyCommand | ClientHello | Unrecorded
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
-    """A request. ``command`` None only delivers ``events``. ``then``: a lease to request once ``command`` (a completion
-    or a return of rows) has succeeded; if it fails, nothing is leased. ``payload``: number of rows with columns sent
-    beside the call, as a block."""
+    """A request. ``command`` None only delivers ``events``. ``then``: a lease to request once ``command`` (a
+    completion or a return of rows) has succeeded; if it fails, nothing is leased. ``payload``: number of rows with
+    columns sent beside the call, as a block."""
 
     command: CallCommand | None
     events: tuple[Event, ...] = ()
@@ -113,10 +113,10 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CallResult(msgspec.Struct, frozen=True, array_like=True):
-    """The answer to a call: either ``reply`` or ``error`` (class name and message). ``freed``: serials (int64) of this
-    session's freed blocks. ``first``: in a call with ``then``, the reply to ``command``; None if it failed, with its
-    error in ``error``. ``reply`` and ``error`` are otherwise those of ``then``. ``payload``: number of rows in the block
-    beside the answer, with the columns of ``schema``; 0 if the rows ended before they were sent."""
+    """The answer to a call: either ``reply`` or ``error`` (class name and message). ``freed``: serials (int64) of
+    this session's freed blocks. ``first``: in a call with ``then``, the reply to ``command``; None if it failed, with
+    its error in ``error``. ``reply`` and ``error`` are otherwise those of ``then``. ``payload``: number of rows in
+    the block beside the answer, with the columns of ``schema``; 0 if the rows ended before they were sent."""
 
     reply: AnyReply | Welcome | FetchReply | Needed | Members | CurrentKey | None = None
     error: tuple[str, str] | None = None

@@ -37,8 +37,8 @@ NOT_COMPARED = ("now", "deadlines")
 
 @dataclass(frozen=True)
 class Recovered:
-    """The result of a server's recovery. ``records``: replayed. ``rows``: live. ``lost``: rows with lost payload; they
-    failed with their groups. ``discarded_bytes``: bytes at the journal's end that were not replayed.
+    """The result of a server's recovery. ``records``: replayed. ``rows``: live. ``lost``: rows with lost payload;
+    they failed with their groups. ``discarded_bytes``: bytes at the journal's end that were not replayed.
     ``incomplete``: True if acknowledged work is among them. ``differing``: records with other answers than the first
     time: a bug."""
 

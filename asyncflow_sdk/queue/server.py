@@ -79,14 +79,15 @@ class HeldCheckpoint(NamedTuple):
 
 
 class QueueServer:
-    """Serves a queue and weight versions: at ``addresses``, at a socket on this host, and at ``here`` in this process.
+    """Serves a queue and weight versions: at ``addresses``, at a socket on this host, and at ``here`` in this
+    process.
 
-    ``files``: a directory for the recorded inputs, closed with the server. Every input is recorded before its answer is
-    sent, so a later server on the same directory continues the run (``recovered``: its result). ``keys``: required for
-    tcp addresses unless ``insecure``; this user's clients on this host find them. ``save_keys``: stores replaced ones.
-    ``max_call_bytes``: the largest call, with a payload sent over the socket; also the limit for all incomplete calls
-    together, with their payload. ``store``: of all clients. Raises ConfigError if the directory was written by another
-    version or is damaged; MemoryFull without room to begin a journal.
+    ``files``: a directory for the recorded inputs, closed with the server. Every input is recorded before its answer
+    is sent, so a later server on the same directory continues the run (``recovered``: its result). ``keys``: required
+    for tcp addresses unless ``insecure``; this user's clients on this host find them. ``save_keys``: stores replaced
+    ones. ``max_call_bytes``: the largest call, with a payload sent over the socket; also the limit for all incomplete
+    calls together, with their payload. ``store``: of all clients. Raises ConfigError if the directory was written by
+    another version or is damaged; MemoryFull without room to begin a journal.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
     data = encode(state, parts)     # dicts, lists, sets, deques, arrays, numbers, and objects of our packages
     state = decode(data, parts)     # equal, and shared objects are shared again
 
-Encoding is structural: every attribute of every object is written, except names in its class's ``TRANSIENT``;
-the constructor makes these anew. ``parts`` are objects outside the snapshot, by name; a reference to one is written as
+Encoding is structural: every attribute of every object is written, except names in its class's ``TRANSIENT``; the
+constructor makes these anew. ``parts`` are objects outside the snapshot, by name; a reference to one is written as
 its name. Decoding creates only classes of the packages below, imports nothing, and calls only constructors without
 arguments.
 """

@@ -54,9 +54,8 @@ class UnitCatalog(HomeCatalog):
 def run_unit(
     config: UnitConfig, say: Callable[[str], None], stop: threading.Event, *, beat_s: float = BEAT_S
 ) -> None:
-    """Serve this host's home until the run ends or ``stop`` is set. ``say``: gets one line once it is
-    open. After ``stop`` the files are left to the next unit. Raises ConfigError, AccessDenied,
-    ServerLost."""
+    """Serve this host's home until the run ends or ``stop`` is set. ``say``: gets one line once it is open. After
+    ``stop`` the files are left to the next unit. Raises ConfigError, AccessDenied, ServerLost."""
     catalog = UnitCatalog(config)
     connection = catalog.connection
     try:

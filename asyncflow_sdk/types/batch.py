@@ -1,9 +1,7 @@
 """Batch: n rows, stored column by column, as views of shared memory.
 
-batch["reward"]                 # numpy (n,), read-only
-batch["response_ids"]           # Ragged
-batch["response"]               # list of str
-batch.torch("logprobs")         # (values, cu_seqlens): packed torch tensors, writable
+batch["reward"]                 # numpy (n,), read-only batch["response_ids"]           # Ragged batch["response"]
+# list of str batch.torch("logprobs")         # (values, cu_seqlens): packed torch tensors, writable
 batch.padded("response_ids")    # numpy (n, longest)
 """
 

@@ -1,9 +1,7 @@
 """Columns: callers' values packed into arrays of a declared kind, dtype and trailing shape.
 
-pack("answer", ["12", "345"])          # text
-pack("logprobs", [lp0, lp1])           # ragged float32
-pack("reward", torch.tensor([0., 1.])) # fixed float32
-pack("prompt", [[{"role": "user", "content": "2+3="}]])     # json
+pack("answer", ["12", "345"])          # text pack("logprobs", [lp0, lp1])           # ragged float32 pack("reward",
+torch.tensor([0., 1.])) # fixed float32 pack("prompt", [[{"role": "user", "content": "2+3="}]])     # json
 """
 
 from __future__ import annotations

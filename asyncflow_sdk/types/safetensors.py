@@ -3,9 +3,9 @@
     layout = plan({"w": ("bfloat16", (4, 8))})          # to write: layout.header, then each tensor at layout.offsets[name]
     header = read_header(file)                          # to read: header.tensors["w"].start
 
-A file holds the length of its header (8 bytes, little-endian), the header (JSON), and the tensors'
-bytes without gaps. Source: https://github.com/huggingface/safetensors#format. A dtype without a
-safetensors code is stored as bytes (U8) with one more dimension, and the metadata keep its name.
+A file holds the length of its header (8 bytes, little-endian), the header (JSON), and the tensors' bytes without
+gaps. Source: https://github.com/huggingface/safetensors#format. A dtype without a safetensors code is stored as bytes
+(U8) with one more dimension, and the metadata keep its name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Version spans: the policy version of each token of a response; and token ages: its staleness once trained.
 
-Spans are stored as the ragged int64 column ``version_spans`` of shape (spans of the row, 3): version, start, end (token
-positions in the response, end exclusive), in order and without gaps.
+Spans are stored as the ragged int64 column ``version_spans`` of shape (spans of the row, 3): version, start, end
+(token positions in the response, end exclusive), in order and without gaps.
 
     ages = batch.ages(step)                  # of a leased or recorded step
     ages.in_flight + ages.in_queue == ages.total

@@ -72,8 +72,8 @@ def hint(name: str, known: Collection[str]) -> str:
 
 
 def place_of(made: Any, name: str, known: Collection[str]) -> str:
-    """Return a hint for an unknown argument of ``made``: its entry in the class's mapping ``elsewhere``, if there is one,
-    else the name meant, or all known ones."""
+    """Return a hint for an unknown argument of ``made``: its entry in the class's mapping ``elsewhere``, if there is
+    one, else the name meant, or all known ones."""
     elsewhere: Mapping[str, str] = getattr(made, "elsewhere", {})
     return elsewhere.get(name) or hint(name, known) or f"it takes: {', '.join(known) or 'none'}"
 

@@ -4,9 +4,9 @@
     publication = publisher.publish(version, engine.named_weights(), untrained=engine.untrained)   # copied: training may go on
     publication.wait()                                                                             # current
 
-``VersionWriter`` copies the tensors. A background thread completes their digests, sends the version
-through the transport and reports it to the ledger. One version at a time is in progress; an error
-of its delivery is raised by ``wait`` or by the next ``publish``.
+``VersionWriter`` copies the tensors. A background thread completes their digests, sends the version through the
+transport and reports it to the ledger. One version at a time is in progress; an error of its delivery is raised by
+``wait`` or by the next ``publish``.
 """
 
 from __future__ import annotations

@@ -55,17 +55,17 @@ _lock = threading.Lock()
 
 
 class ReplicaSubscriber:
-    """Fetches the newest version in the background, asks the ledger for permission to load it, and
-    reports the result.
+    """Fetches the newest version in the background, asks the ledger for permission to load it, and reports the
+    result.
 
     ``loaded``: the engine's version; None for none. ``own``: True if it names the engine's initial weights; a
-    published version of that number is loaded all the same. ``changed`` is set when a version is staged or permitted, on a
-    ``failure``, and when the run has ``ended``. ``rename``: from published names to the engine's. ``task``: of its
-    rows. From ``open`` to ``close`` it is the connection's only replica. Not thread-safe.
+    published version of that number is loaded all the same. ``changed`` is set when a version is staged or permitted,
+    on a ``failure``, and when the run has ``ended``. ``rename``: from published names to the engine's. ``task``: of
+    its rows. From ``open`` to ``close`` it is the connection's only replica. Not thread-safe.
 
-    Failed versions are reported and retried with a growing delay; a newer version is fetched at
-    once. A newer version interrupts the fetch of an older one, but never twice in a row: otherwise
-    a replica slower than the trainer would never get any.
+    Failed versions are reported and retried with a growing delay; a newer version is fetched at once. A newer version
+    interrupts the fetch of an older one, but never twice in a row: otherwise a replica slower than the trainer would
+    never get any.
     """
 
     def __init__(

@@ -149,9 +149,8 @@ class Client:
         change before the call ends. ``since``: value of ``interrupts`` when the enclosing operation began.
 
         Raises ServerLost without an answer after ``timeout_s`` + ``grace_s`` (default ``GRACE_S``), when the server
-        closes for good or its process ends, and on ``close``; WireError if interrupted since ``since``;
-        ProtocolError for a request above ``max_bytes``, and for an answer in pieces above ``max_answer_bytes``;
-        AccessDenied."""
+        closes for good or its process ends, and on ``close``; WireError if interrupted since ``since``; ProtocolError
+        for a request above ``max_bytes``, and for an answer in pieces above ``max_answer_bytes``; AccessDenied."""
         self.check_size(nbytes := nbytes_of(body, payload))
         with self._lock:
             self.check()

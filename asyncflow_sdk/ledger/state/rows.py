@@ -179,9 +179,9 @@ class Pin:
 
 
 class Partitions:
-    """``numbers``: by name; "" is 0. ``names``: the names by number. ``ended``: no row can be put anywhere; ``ended_names``: in
-    these. ``group_sizes``: of the last put in each. ``pins``: by number, of partitions whose rows one version
-    generates."""
+    """``numbers``: by name; "" is 0. ``names``: the names by number. ``ended``: no row can be put anywhere;
+    ``ended_names``: in these. ``group_sizes``: of the last put in each. ``pins``: by number, of partitions whose rows
+    one version generates."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows

@@ -39,13 +39,13 @@ _FIELDS: dict[str, tuple[Any, int]] = {
 class Task:
     """A task.
 
-    ``place``: where requests for its rows wait. ``makes_steps``: True for the task with ``batch_rows``. ``grouped``: see
-    the spec. ``whole_groups``: True if its rows become ready and are leased in whole groups. ``need``: bits of the needed
-    columns. ``by_partition``: for each partition, the number of its live rows in each state; ``queues``: its ready rows;
-    ``redo``: its admitted rows with a lost producer. ``became_ready``, ``completed``: row counts over all time.
-    ``leases_granted``: their number. ``suspects``: rows whose process died or hung, until their next lease has ended
-    well. ``leases``, ``group_leases``: by token, oldest first; and by rank group. ``next_partition``: where a lease
-    without a partition looks first.
+    ``place``: where requests for its rows wait. ``makes_steps``: True for the task with ``batch_rows``. ``grouped``:
+    see the spec. ``whole_groups``: True if its rows become ready and are leased in whole groups. ``need``: bits of
+    the needed columns. ``by_partition``: for each partition, the number of its live rows in each state; ``queues``:
+    its ready rows; ``redo``: its admitted rows with a lost producer. ``became_ready``, ``completed``: row counts over
+    all time. ``leases_granted``: their number. ``suspects``: rows whose process died or hung, until their next lease
+    has ended well. ``leases``, ``group_leases``: by token, oldest first; and by rank group. ``next_partition``: where
+    a lease without a partition looks first.
     """
 
     def __init__(
@@ -366,8 +366,8 @@ class Tasks:
         return task
 
     def takers(self, partition: str) -> list[Task]:
-        """Return the tasks of a partition. The step task is last: filling the last step ends rows, and others must not
-        see these as ready."""
+        """Return the tasks of a partition. The step task is last: filling the last step ends rows, and others must
+        not see these as ready."""
         takers = self._takers.get(partition)
         if takers is None:
             takers = sorted((task for task in self if task.spec.takes(partition)), key=attrgetter("makes_steps"))
@@ -446,8 +446,8 @@ class ReadyQueue:
         return self._rows.having(self._task.state, READY, ids)
 
     def take(self, count: int, room: int | None = None) -> Ids:
-        """Remove and return up to ``count`` rows. ``room``: whole groups instead, about ``count`` rows, at least a group,
-        at most ``room`` rows."""
+        """Remove and return up to ``count`` rows. ``room``: whole groups instead, about ``count`` rows, at least a
+        group, at most ``room`` rows."""
         limit = count if room is None else min(count, room)
         parts: list[Ids] = []
         taken = 0
@@ -502,8 +502,8 @@ class ReadyQueue:
         return np.split(ids, np.unique(ends[after[after < len(ends)]]))
 
     def _first(self, wanted: int = 0) -> deque[Ids] | None:
-        """Return the queue to take from next; its first chunk has only ready rows. ``wanted``: number of rows for which
-        small chunks are joined, and so checked together."""
+        """Return the queue to take from next; its first chunk has only ready rows. ``wanted``: number of rows for
+        which small chunks are joined, and so checked together."""
         while self._order:
             queue = self._queues[-self._order[0]]
             while queue:

@@ -1,12 +1,11 @@
 """Blocks: the layout in shared memory of the columns of one put or one completion.
 
-A block starts with int64 words, little-endian: the arena's magic number and serial, rows, number of
-columns, total bytes, and for each column the position of its values, their bytes, and the position
-of its rows + 1 offsets (-1 for fixed columns). Values and offsets follow, each at a multiple of 64
-bytes. Positions are bytes from the block's start.
+A block starts with int64 words, little-endian: the arena's magic number and serial, rows, number of columns, total
+bytes, and for each column the position of its values, their bytes, and the position of its rows + 1 offsets (-1 for
+fixed columns). Values and offsets follow, each at a multiple of 64 bytes. Positions are bytes from the block's start.
 
-Any process of this user can write shared memory, so readers check headers against the segment and
-the schema: a damaged header raises SchemaError, and never gives an array beyond its block.
+Any process of this user can write shared memory, so readers check headers against the segment and the schema: a
+damaged header raises SchemaError, and never gives an array beyond its block.
 """
 
 from __future__ import annotations

@@ -88,8 +88,7 @@ class KnownHomes:
                 self._read_s = began_s
 
     def find(self, where: HomeId) -> StorageHome | None:
-        """Return a home, also a lost one or one in another epoch; None if it is unknown. Raises
-        ServerLost."""
+        """Return a home, also a lost one or one in another epoch; None if it is unknown. Raises ServerLost."""
         found = self._by_number.get(where.home)
         if found is None or found.epoch < where.epoch:
             self.refresh()  # rows are located in an epoch only once the catalog has it

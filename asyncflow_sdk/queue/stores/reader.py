@@ -1,10 +1,9 @@
-"""ColumnReader: read block slices as columns, as views if they are contiguous in one block, else as
-copies.
+"""ColumnReader: read block slices as columns, as views if they are contiguous in one block, else as copies.
 
-Copies take no lock: a block loses its serial before anything else in it changes, so a copy is valid
-if the serial is unchanged afterwards. Scattered rows are gathered without a Python loop over rows
-or blocks: the positions of all bytes are computed from the headers; short pieces are copied by word
-index, long ones by memcpy. (Measured: 1 ns for each word, 100 ns for each memcpy.)
+Copies take no lock: a block loses its serial before anything else in it changes, so a copy is valid if the serial is
+unchanged afterwards. Scattered rows are gathered without a Python loop over rows or blocks: the positions of all
+bytes are computed from the headers; short pieces are copied by word index, long ones by memcpy. (Measured: 1 ns for
+each word, 100 ns for each memcpy.)
 """
 
 from __future__ import annotations

@@ -52,10 +52,9 @@ _log = logging.getLogger(__name__)
 class StorageUnit(HomeUnit):
     """A home in a directory of this host, and its socket.
 
-    ``name``: of the home, unique in the run. ``host``: the IP address at which others reach this
-    host. ``listen``: an address; default: a free port of ``host``. ``member``: this
-    process in the run, to admit its other members; None: without keys, everyone is admitted.
-    ``base``: see ``HomeDirectory``. Raises ConfigError, ServerLost.
+    ``name``: of the home, unique in the run. ``host``: the IP address at which others reach this host. ``listen``: an
+    address; default: a free port of ``host``. ``member``: this process in the run, to admit its other members; None:
+    without keys, everyone is admitted. ``base``: see ``HomeDirectory``. Raises ConfigError, ServerLost.
     """
 
     where: HomeId
@@ -192,10 +191,9 @@ def ensure_unit(
     program: Sequence[str] = PROGRAM,
     timeout_s: float = START_S,
 ) -> None:
-    """Return once ``is_open`` is true. Else start a unit first, in a session of its own: it outlives this
-    process. Workers of one host may start at the same time: the holder of a lock on a file starts the
-    unit, and the others wait. Raises DeadlineExceeded, with the end of the unit's output; the errors of
-    ``is_open``."""
+    """Return once ``is_open`` is true. Else start a unit first, in a session of its own: it outlives this process.
+    Workers of one host may start at the same time: the holder of a lock on a file starts the unit, and the others
+    wait. Raises DeadlineExceeded, with the end of the unit's output; the errors of ``is_open``."""
     until = time.monotonic() + timeout_s
     log = unit_log(run)
     with _locked(log.with_suffix(".lock"), run, until):

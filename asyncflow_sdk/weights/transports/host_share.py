@@ -4,8 +4,8 @@
     fetched = share.fetch(manifest, receive, until)     # receive(chunks, on_bucket) fills them
 
 The processes meet in a directory of their user. The holder of the lock of its file ``fetching`` fetches: the kernel
-frees the lock of a dead process, and the next one fetches. The file ``last`` gets the places of a version, by renaming,
-once all its chunks are verified. The others map them without a lock: a block with a reader is not reused.
+frees the lock of a dead process, and the next one fetches. The file ``last`` gets the places of a version, by
+renaming, once all its chunks are verified. The others map them without a lock: a block with a reader is not reused.
 """
 
 from __future__ import annotations

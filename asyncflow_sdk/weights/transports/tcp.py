@@ -144,8 +144,8 @@ class TcpReceiver(WeightReceiver):
             self._interrupted.clear()  # not at the begin: an interrupt may come before the thread of a fetch runs
 
     def _map(self, address: TcpAddress, manifest: Manifest, until: float) -> Fetched | None:
-        """Map a version from the memory of a publisher on this host. Return None if it is not there, or the
-        host has no identity: the publisher's service sends it, or says why not. Raises the errors of ``ShmReceiver.fetch``."""
+        """Map a version from the memory of a publisher on this host. Return None if it is not there, or the host has
+        no identity: the publisher's service sends it, or says why not. Raises the errors of ``ShmReceiver.fetch``."""
         mapped, directory = self._mapped.get(address.rank), Path(address.directory)
         if mapped is None or mapped.directory != directory:
             if not address.host or directory not in own_directories():  # an address comes from another process

@@ -7,8 +7,8 @@
                           manifest.msgpack                     written last, by each rank: without it its part is invalid
     path/.publisher-1                                          locked by the publisher of rank 1; holds the run's name
 
-Another rank may be writing to the directory of a version above every kept one: a rank removes only
-its own files there. Manifests are removed first: readers never take half of a version for a whole one.
+Another rank may be writing to the directory of a version above every kept one: a rank removes only its own files
+there. Manifests are removed first: readers never take half of a version for a whole one.
 """
 
 from __future__ import annotations
