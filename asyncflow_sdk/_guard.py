@@ -26,7 +26,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,22 +78,14 @@ def main() -> None:
     os.dup2(null, 0)
     os.close(null)
     adopt_orphans(True)
-    woken, wake = socket.socketpair()
-    wake.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake.fileno())
     with tempfile.TemporaryFile() as stacks:
         pid = os.fork()
         if not pid:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            woken.close()
-            wake.close()
             faulthandler.enable(stacks)
             module, _, name = sys.argv[1].partition(":")
             getattr(importlib.import_module(module), name)(line, stacks)
             return
-        status = _watch(pid, line, woken)
+        status = _watch(pid, line)
         left = [] if status is None else _left_over()
         _kill_below()
         words = {
@@ -107,27 +98,18 @@ def main() -> None:
     os._exit(0)
 
 
-def _watch(pid: int, line: socket.socket, woken: socket.socket) -> int | None:
-    """Return the wait status of the process; None if the other end of ``line`` was closed before
-    its end."""
-    poller = select.poll()
+def _watch(pid: int, line: socket.socket) -> int | None:
+    """Return the wait status of the process; None if the other end of ``line`` was closed before its end."""
+    poller, end = select.poll(), os.pidfd_open(pid)
     poller.register(line, 0)  # POLLHUP alone: what comes on it is for the process
-    poller.register(woken, select.POLLIN)
-    while True:
-        for ended, status in _reaped():
-            if ended == pid:
-                return status
-        for fd, _ in poller.poll():
-            if fd == line.fileno():
-                return None
-            woken.recv(1 << 12)
+    poller.register(end, select.POLLIN)
+    return os.waitpid(pid, 0)[1] if end in dict(poller.poll()) else None
 
 
 def _left_over() -> list[str]:
     """Return the processes that are still there a moment after."""
     until = time.monotonic() + SETTLE_S
     while (left := living_below()) and time.monotonic() < until:
-        list(_reaped())
         time.sleep(0.02)
     return [f"{pid} {command}" for pid, command in left.items()]
 
@@ -138,14 +120,10 @@ def _kill_below() -> None:
         for pid in below:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        list(_reaped())
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         time.sleep(0.01)
-
-
-def _reaped() -> Iterator[tuple[int, int]]:
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            yield ended
 
 
 def adopt_orphans(on: bool) -> bool:
