@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +23,8 @@ _ENTRY = (1 << _SHIFT) - 1
 _SERIAL = struct.Struct("<q")
 Family = tuple[str, ...]
 BlockCheck: TypeAlias = Callable[[str, Ids, Ids, Ids], npt.NDArray[np.bool_]]
-
-
-class FreedBlocks(NamedTuple):
-    """Unneeded blocks of one segment."""
-
-    segment: str
-    serials: bytes  # packed int64
+FreedBlocks: TypeAlias = tuple[str, bytes]
+"""A segment, and the serials of its unneeded blocks as packed int64."""
 
 
 class BlockIndex:
@@ -41,10 +36,11 @@ class BlockIndex:
         self._plans: dict[tuple[str, ...], list[tuple[Family, tuple[str, ...], bytes]]] = {}
         self._base = 0
         self._capacity = 1024
-        # by slot: segment, start, serial, rows, nbytes, rows that need it
+        # by slot: number of the segment, start, serial, rows, nbytes, rows that need it
         self._blocks = np.zeros((1024, 6), np.int64)
         self._free = list(range(1023, -1, -1))  # slots; the lowest is used first
-        self._segments = _Segments()
+        self._names: list[str] = []  # of segments, by number
+        self._numbers: dict[str, int] = {}
         self.live_bytes = 0  # of blocks in use, each counted once
         self.written_bytes = 0  # of all blocks so far
 
@@ -65,9 +61,11 @@ class BlockIndex:
             count = len(self._blocks)
             self._blocks = np.concatenate([self._blocks, np.zeros_like(self._blocks)])
             self._free = list(range(2 * count - 1, count - 1, -1))
+        number = self._numbers.get(block.segment)
+        if number is None:
+            number = self._enter(block.segment)
         slot = self._free.pop()
-        segment = self._segments.enter(block.segment)
-        self._blocks[slot] = segment, block.start, block.serial, block.rows, block.nbytes, rows
+        self._blocks[slot] = number, block.start, block.serial, block.rows, block.nbytes, rows
         self.live_bytes += block.nbytes
         self.written_bytes += block.nbytes
         self._families[block.columns][ids - self._base] = (slot << _SHIFT) + entries
@@ -91,7 +89,7 @@ class BlockIndex:
             ):  # the common case: successive entries of one block
                 segment, *block, _ = self._blocks[first >> _SHIFT].tolist()
                 packed = BLOCK.pack(0, *block, 1), RUN.pack(first & _ENTRY), RUN.pack(count)
-                out.append(BlockSlices(names, fields, (self._segments.names[segment],), *packed))
+                out.append(BlockSlices(names, fields, (self._names[segment],), *packed))
             elif np.minimum.reduce(places) >= 0:
                 out.append(self._slices(names, fields, places))
             else:
@@ -106,7 +104,7 @@ class BlockIndex:
         used = self._blocks[self._used()]
         numbers, at = np.unique(used[:, 0], return_inverse=True)
         sums = np.bincount(at, used[:, 4], len(numbers)).astype(np.int64)
-        return {self._segments.names[number]: int(nbytes) for number, nbytes in zip(numbers, sums, strict=True)}
+        return {self._names[number]: int(nbytes) for number, nbytes in zip(numbers, sums, strict=True)}
 
     def columns_of(self, ids: Ids) -> tuple[str, ...]:
         """Return the columns of all these rows."""
@@ -138,9 +136,8 @@ class BlockIndex:
             need[first] -= at.size
             if not need[first]:
                 segment, _, serial, _, nbytes, _ = self._blocks[first].tolist()
-                freed.append(FreedBlocks(self._segments.names[segment], _SERIAL.pack(serial)))
+                freed.append((self._names[segment], _SERIAL.pack(serial)))
                 self._free.append(first)
-                self._segments.leave(segment, 1)
                 self.live_bytes -= nbytes
         return freed
 
@@ -156,11 +153,11 @@ class BlockIndex:
             wanted[theirs[theirs >= 0] >> _SHIFT] = True
             used &= wanted
         gone = np.zeros_like(used)
-        for number, name in self._segments.used():
+        for number in self._live_segments():
             slots = np.flatnonzero(used & (self._blocks[:, 0] == number))
             if len(slots):
                 _, starts, serials, _, sizes, _ = self._blocks[slots].T
-                gone[slots] = ~exist(name, starts, serials, sizes)
+                gone[slots] = ~exist(self._names[number], starts, serials, sizes)
         found = [np.empty(0, np.int64), *(self._rows_in(array, gone) for array in self._families.values())]
         return np.unique(np.concatenate(found)) + self._base
 
@@ -176,7 +173,7 @@ class BlockIndex:
 
     def drop(self, segments: Collection[str]) -> list[tuple[Ids, Family]]:
         """Forget all blocks in some segments. Return their rows by family."""
-        numbers = [number for number, name in self._segments.used() if name in segments]
+        numbers = [self._numbers[name] for name in segments if name in self._numbers]
         lost = self._used() & np.isin(self._blocks[:, 0], numbers)
         dropped = []
         for family, array in self._families.items():
@@ -189,7 +186,21 @@ class BlockIndex:
 
     def segments(self) -> set[str]:
         """Return the segments needed by rows."""
-        return {name for _, name in self._segments.used()}
+        return {self._names[number] for number in self._live_segments()}
+
+    def _live_segments(self) -> list[int]:
+        numbers: list[int] = np.unique(self._blocks[self._used(), 0]).tolist()
+        return numbers
+
+    def _enter(self, segment: str) -> int:
+        """Give a new segment the lowest number without a block."""
+        live = set(self._live_segments())
+        number = next(each for each in range(len(live) + 1) if each not in live)
+        if number < len(self._names):
+            del self._numbers[self._names[number]]
+        self._names[number : number + 1] = [segment]
+        self._numbers[segment] = number
+        return number
 
     def _plan(self, columns: tuple[str, ...]) -> list[tuple[Family, tuple[str, ...], bytes]]:
         """Return for each family with some of these columns: the columns and their positions in it."""
@@ -224,26 +235,20 @@ class BlockIndex:
         return BlockSlices(
             names,
             fields if isinstance(fields, bytes) else fields[run[new]].tobytes(),
-            tuple(self._segments.names[segment] for segment in segments),
+            tuple(self._names[segment] for segment in segments),
             blocks.tobytes(),
             (places[run] & _ENTRY).astype(np.int32).tobytes(),
             _sizes(run, len(places)).astype(np.int32).tobytes(),
         )
 
     def _forget(self, slots: Ids) -> list[FreedBlocks]:
-        """Free slots, and return their blocks by segment."""
         if not len(slots):
             return []
         self._free.extend(slots.tolist())
         blocks = self._blocks[slots]
         self.live_bytes -= int(blocks[:, 4].sum())
-        out = []
         segments, which = _numbered(blocks[:, 0])
-        for number, segment in enumerate(segments):
-            serials = blocks[which == number, 2]
-            out.append(FreedBlocks(self._segments.names[segment], serials.tobytes()))
-            self._segments.leave(segment, len(serials))
-        return out
+        return [(self._names[each], blocks[which == number, 2].tobytes()) for number, each in enumerate(segments)]
 
     def _reserve(self, lowest: int, highest: int) -> None:
         """Make room for rows ``lowest`` to ``highest``: drop the unused ends, and grow."""
@@ -257,41 +262,6 @@ class BlockIndex:
             self._families[family] = np.full(self._capacity, _NOWHERE, np.int64)
             self._families[family][at : at + len(kept)] = kept
         self._base += first
-
-
-class _Segments:
-    """Segments in use, with a count of blocks for each. Numbers are used again."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self._blocks: list[int] = []
-        self._number: dict[str, int] = {}
-        self._free: list[int] = []
-
-    def used(self) -> list[tuple[int, str]]:
-        """Return the numbers and names of the segments in use."""
-        return [(number, name) for name, number in self._number.items()]
-
-    def enter(self, name: str) -> int:
-        """Count one block more in a segment, and return its number."""
-        if name in self._number:
-            number = self._number[name]
-            self._blocks[number] += 1
-            return number
-        if not self._free:
-            self._free.append(len(self.names))
-            self.names.append("")
-            self._blocks.append(0)
-        number = self._number[name] = self._free.pop()
-        self.names[number], self._blocks[number] = name, 1
-        return number
-
-    def leave(self, number: int, blocks: int) -> None:
-        """Count ``blocks`` blocks fewer in a segment."""
-        self._blocks[number] -= blocks
-        if not self._blocks[number]:
-            del self._number[self.names[number]]
-            self._free.append(number)
 
 
 def _numbered(values: npt.NDArray[Any]) -> tuple[list[int], npt.NDArray[Any]]:

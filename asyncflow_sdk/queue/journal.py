@@ -30,7 +30,7 @@ from ..errors import ConfigError, MemoryFull
 from ..ledger import commands as cmd
 from ..wire import process_key
 
-FORMAT = 3  # a commit that changes commands, records or attributes of the state raises it
+FORMAT = 4  # a commit that changes commands, records or attributes of the state raises it
 MAGIC = b"asyncfl-journal\n"
 DISK_RETRY_S = 0.5
 """Seconds between two tries to write to a full disk."""
@@ -69,23 +69,15 @@ class JournalHead(msgspec.Struct, frozen=True, array_like=True):
         return self.durability == "process" and self.boot != boot()
 
 
-class _Writer(msgspec.Struct, frozen=True, array_like=True):
-    """The first fields of a head in every format."""
-
-    format: int
-    sdk: str
-
-
 def decode_head(content: bytes, path: Path) -> JournalHead:
     """Return the head of a journal or snapshot ``path``. Raises ConfigError naming the writer if
     this version of the SDK cannot read the file or may replay it differently."""
     try:
-        writer = _decode_writer(content)
-        if (writer.format, writer.sdk) != (FORMAT, __version__):
+        format, sdk = (*msgspec.msgpack.decode(content, type=list), None, None)[:2]  # in heads of every format
+        if (format, sdk) != (FORMAT, __version__):
             raise ConfigError(
-                f"{path} has journal format {writer.format} of asyncflow-sdk {writer.sdk}; {__version__} has format"
-                f" {FORMAT}, and may replay it differently: continue or replay it with {writer.sdk}, or choose another"
-                " directory"
+                f"{path} has journal format {format} of asyncflow-sdk {sdk}; {__version__} has format {FORMAT}, and may"
+                f" replay it differently: continue or replay it with {sdk}, or choose another directory"
             )
         return _decode_head(content)
     except msgspec.MsgspecError as error:
@@ -140,7 +132,6 @@ class JournalEntry(msgspec.Struct, frozen=True, array_like=True):
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(JournalEntry).decode
 _decode_head = msgspec.msgpack.Decoder(JournalHead).decode
-_decode_writer = msgspec.msgpack.Decoder(_Writer).decode
 
 
 class Journal:
@@ -255,7 +246,6 @@ class JournalReader:
         self.torn_bytes = len(self._data[self._end :].rstrip(b"\0"))
 
     def _next(self) -> _Framed | None:
-        """Return the next record; None at the end."""
         for _ in range(2):
             record = record_at(self._data, self._end)
             if record is not None and record.number == self.records + 1:
