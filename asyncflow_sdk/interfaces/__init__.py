@@ -35,7 +35,6 @@ from .weight_sync import (
     WeightPublisher,
     WeightSubscriber,
     WeightSync,
-    optimizer_source,
 )
 from .weights import (
     Fetched,
@@ -58,5 +57,4 @@ __all__ = [
     "StopWatch", "StorageHome", "StoreContext", "StoredBlock", "TensorType", "TrackedRun", "Tracker", "TrainEngine",
     "TransferQueue", "WeightPublisher", "WeightReceiver", "WeightSender", "WeightSubscriber", "WeightSync",
     "WeightTransport", "WeightUpdate", "WorkerExit", "WorkerHandle", "WorkerSettings", "WorkerSpec",
-    "optimizer_source",
 ]  # fmt: skip

@@ -58,12 +58,7 @@ class RollbackResult:
     @property
     def optimizer(self) -> str:
         """Origin of the trainer's optimizer state: "checkpoint of step N", or "fresh"."""
-        return optimizer_source(self.checkpoint)
-
-
-def optimizer_source(checkpoint: int) -> str:
-    """Return the origin of an optimizer's state, for people. ``checkpoint``: its step; -1 without one."""
-    return "fresh" if checkpoint < 0 else f"checkpoint of step {checkpoint}"
+        return "fresh" if self.checkpoint < 0 else f"checkpoint of step {self.checkpoint}"
 
 
 class WeightPublisher(AbstractContextManager["WeightPublisher"], abc.ABC):

@@ -7,7 +7,7 @@ receiver.fetch(manifest, where) -> Fetched                      # replica: the s
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -181,7 +181,6 @@ class Fetched:
     chunks: Sequence[Any]
     moved: int = 0
     encoding: str = "full"
-    on_release: Callable[[], None] | None = None
     places: Sequence[FilePlace] = ()
     notes: Sequence[str] = ()
     is_base: bool = True
@@ -189,9 +188,6 @@ class Fetched:
     def release(self) -> None:
         """Give the bytes back. Existing views stay valid. Idempotent."""
         self.chunks = self.places = ()
-        freed, self.on_release = self.on_release, None
-        if freed is not None:
-            freed()
 
 
 class WeightReceiver(abc.ABC):

@@ -6,11 +6,10 @@
 
 from ..memory import BufferPool
 from .engine_loader import EngineLoader, check_held, check_names, check_probe
-from .fetcher import StagedVersion
+from .fetcher import Restoration, StagedVersion, fetch_version, get_restoration, pack_restoration
 from .host import AUTO, host_of, make_transport
 from .publisher import TransportPublication, TransportPublisher
 from .replica import ReplicaSubscriber
-from .restoration import Restoration, fetch_version, get_restoration, pack_restoration
 from .subscriber import StagedUpdate, TransportSubscriber
 from .update import Update
 

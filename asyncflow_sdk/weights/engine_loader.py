@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import ConfigError, DeadlineExceeded, WeightError, WeightMismatch
-from ..interfaces import Capabilities, RolloutEngine, TensorType, WeightUpdate
+from ..interfaces import RolloutEngine, TensorType, WeightUpdate
 from ..types import Probe, Weights, dtype_name, from_torch
 from ..types.dtypes import is_torch
 from ..types.manifest import digest
@@ -30,13 +30,20 @@ class EngineLoader:
     byte for byte. ``running``: requests run during a load. Raises ConfigError for proofs that the engine cannot give.
     """
 
-    def __init__(
-        self, engine: RolloutEngine, verify: Sequence[str] = (), *, running: bool = False, timeout_s: float = LOAD_S
-    ) -> None:
+    def __init__(self, engine: RolloutEngine, verify: Sequence[str] = (), *, running: bool = False) -> None:
         can, self.engine_name = engine.capabilities, type(engine).__name__
-        _check_verify(self.engine_name, can, verify, running=running)
-        self._engine, self._timeout_s = engine, timeout_s
-        self._requires_probe, self._held = "probe" in verify, "held" in verify
+        check_types(Weights, {"verify": verify})
+        if "probe" in verify and not can.logprobs:
+            raise ConfigError(f'{self.engine_name} cannot score given responses, which verify="probe" asks for')
+        if "probe" in verify and running:
+            raise ConfigError(
+                'verify="probe" needs an engine in which nothing runs: it does not go with swap="in_flight"'
+            )
+        if "held" in verify and not can.held_weights:
+            raise ConfigError(
+                f'{self.engine_name} does not hold weights as they were published, which verify="held" asks for'
+            )
+        self._engine, self._requires_probe, self._held = engine, "probe" in verify, "held" in verify
         self._scores_probe = self._requires_probe or (can.logprobs and not running)
 
     async def load(self, update: StagedVersion) -> None:
@@ -69,10 +76,10 @@ class EngineLoader:
             await run_in_thread("held", lambda: check_held(update, self._engine.held_weights()))
 
     async def _in_time(self, work: Awaitable[T], late: str) -> T:
-        """Return the result of ``work``. Raises its errors; DeadlineExceeded after the limit."""
+        """Return the result of ``work``. Raises its errors; DeadlineExceeded after LOAD_S."""
         task = asyncio.ensure_future(work)
         try:
-            await asyncio.wait([task], timeout=self._timeout_s)
+            await asyncio.wait([task], timeout=LOAD_S)
             if task.done():
                 return task.result()
         finally:
@@ -80,20 +87,7 @@ class EngineLoader:
                 await asyncio.wait([task])  # the engine must have stopped before it gets other weights
                 if not task.cancelled():
                     task.exception()  # too late to be raised
-        raise DeadlineExceeded(f"{late} in {self._timeout_s:g} s")
-
-
-def _check_verify(name: str, can: Capabilities, verify: Sequence[str], *, running: bool) -> None:
-    """Raise ConfigError unless an engine can give these proofs. ``running``: requests run during a load."""
-    check_types(Weights, {"verify": verify})
-    if "probe" in verify and not can.logprobs:
-        raise ConfigError(f'{name} cannot score given responses, which verify="probe" asks for')
-    if "probe" in verify and running:
-        raise ConfigError(
-            'verify="probe" needs an engine in which nothing runs: it does not go with swap="in_flight"'
-        )
-    if "held" in verify and not can.held_weights:
-        raise ConfigError(f'{name} does not hold weights as they were published, which verify="held" asks for')
+        raise DeadlineExceeded(f"{late} in {LOAD_S:g} s")
 
 
 def check_names(update: WeightUpdate, names: Iterable[str]) -> None:

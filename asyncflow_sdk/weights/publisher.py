@@ -47,10 +47,9 @@ from ..types.config import validate_probe
 from ..types.defaults import FETCH_S
 from ..types.dtypes import check_floating
 from ..types.manifest import BUCKET_BYTES
-from .chunk_copier import BucketDigests
 from .fetcher import decode_manifest
 from .host import AUTO, host_of, make_transport
-from .writer import DtypePolicy, Rename, VersionWriter
+from .writer import BucketDigests, DtypePolicy, Rename, VersionWriter
 
 _publishers = itertools.count()  # a session may open several, one after another
 _STABLE = {dict, OrderedDict, list, tuple, type({}.items()), type(OrderedDict().items())}
@@ -337,7 +336,6 @@ class TransportPublisher(WeightPublisher):
         self._connection.report(ev.Note(time_s=time.monotonic(), worker=worker, text=text, level="warning"))
 
     def _prepare(self) -> None:
-        """Allocate memory for the next version in advance."""
         with contextlib.suppress(MemoryFull):  # raised again when the memory is needed
             for _ in self._sender.prepare(self._sizes):
                 if self._memory_needed.is_set():

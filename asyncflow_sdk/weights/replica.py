@@ -354,7 +354,6 @@ class ReplicaSubscriber:
             self._changed.set()
 
     async def _watch(self) -> None:
-        """Receive the announcement of each newest version."""
         after = self._handled
         while True:
             try:
@@ -371,7 +370,6 @@ class ReplicaSubscriber:
                 self._interrupted = self._fetcher.interrupt()
 
     async def _keep_staged(self) -> None:
-        """Fetch each newest version, and stage it."""
         while True:
             announced = await self._next_to_fetch()
             began = time.monotonic()

@@ -15,7 +15,6 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Set
 from concurrent.futures import CancelledError, Future
-from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -82,14 +81,10 @@ class StagedUpdate(LoadableUpdate):
         """See ``WeightUpdate.release``."""
         self._staged.release()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._leave(self, error).result()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         leaving = asyncio.wrap_future(self._leave(self, error))
         try:
             await asyncio.shield(leaving)

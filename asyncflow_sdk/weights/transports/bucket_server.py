@@ -140,7 +140,6 @@ class BucketServer:
         self._deltas.keep(roots)
 
     def _find(self, number: int, root: str) -> HeldVersion:
-        """Return a version. Raises VersionGone."""
         with self._lock:
             version = self._versions.get(number)
         if version is None or version.root != root:

@@ -113,7 +113,6 @@ def apply(code: Any, base: Bytes, out: Bytes) -> None:
 
 
 def _differ(new: Bytes, base: Bytes, width: int) -> npt.NDArray[np.bool_]:
-    """Return a mask of the changed words."""
     differ: npt.NDArray[np.bool_] = new.view(f"u{width}") != base.view(f"u{width}")
     return differ
 

@@ -38,8 +38,16 @@ from ...interfaces.weights import Bytes, Room
 from ...memory import BufferPool, sync_directory
 from ...types import Manifest
 from ...types.manifest import Bucket
-from .file_layout import INDEX, TensorFile, encode_index, tensor_files
-from .version_directories import RankFiles, VersionDirectories, copy_model_files, version_of
+from .version_directories import (
+    INDEX,
+    RankFiles,
+    TensorFile,
+    VersionDirectories,
+    copy_model_files,
+    encode_index,
+    tensor_files,
+    version_of,
+)
 from .version_memory import VersionMemory
 
 PATH = "ASYNCFLOW_WEIGHTS_PATH"
@@ -277,8 +285,6 @@ def _find(manifest: Manifest, where: bytes) -> tuple[Path, RankFiles]:
 
 
 class _VersionReader:
-    """Reads one version."""
-
     def __init__(
         self, receiver: FileReceiver, manifest: Manifest, path: Path, files: RankFiles, timeout_s: float
     ) -> None:

@@ -84,8 +84,8 @@ class TcpSender(WeightSender):
 
     def abandon(self) -> None:
         """See ``WeightSender.abandon``."""
-        self._memory.abandon()
         self._buckets.keep(self._memory.versions)
+        self._memory.abandon()
 
     def keep(self, versions: Sequence[int]) -> None:
         """See ``WeightSender.keep``."""
@@ -104,8 +104,7 @@ class TcpSender(WeightSender):
 
 
 class TcpReceiver(WeightReceiver):
-    """Fetches versions from TcpSenders. ``refetched``: number of buckets requested again in full,
-    because a delta or the base was wrong."""
+    """Fetches versions from TcpSenders."""
 
     keeps_base: ClassVar[bool] = True
 
@@ -120,7 +119,6 @@ class TcpReceiver(WeightReceiver):
         self._services: dict[int, bytes] = {}  # by rank: the service of its client
         self._fetch: TcpFetch | None = None
         self._lock = threading.Lock()
-        self.refetched = 0
 
     @property
     def nbytes(self) -> int:
@@ -190,7 +188,6 @@ class TcpReceiver(WeightReceiver):
         finally:
             with self._lock:
                 self._fetch = None
-        self.refetched += fetch.refetched
         if fetch.error is None:
             return Fetched(manifest, chunks, fetch.moved, "delta" if fetch.saved else "full")
         if not room:

@@ -110,12 +110,7 @@ class TcpFetch:
         self._lock = threading.Lock()
         self._interrupted = False
         self.error: Exception | None = None
-        self.moved = self.refetched = self.saved = self._received = 0
-
-    @property
-    def missing(self) -> bool:
-        """True if buckets are to be requested."""
-        return bool(self._todo)
+        self.moved = self.saved = self._received = 0
 
     def begin(self, chunks: Sequence[Bytes], base: Fetched | None) -> None:
         """Set the memory to fill, and a version for deltas."""
@@ -159,7 +154,6 @@ class TcpFetch:
                 self._client.interrupt()
 
     def _next(self) -> _BucketRange | None:
-        """Return the next buckets to request or to copy."""
         with self._lock:
             if self.error is not None or not self._todo:
                 return None
@@ -182,11 +176,9 @@ class TcpFetch:
     def _refetch(self, number: int, why: str) -> None:
         _log.warning("version %d: bucket %d is fetched in full: %s", self.manifest.version, number, why)
         with self._lock:
-            self.refetched += 1
             self._todo.append(_BucketRange(number, number + 1, True))
 
     def _count(self, moved: int = 0, saved: int = 0) -> None:
-        """Count a verified bucket."""
         with self._lock:
             self._received += 1
             self.moved += moved

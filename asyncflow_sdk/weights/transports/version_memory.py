@@ -87,8 +87,8 @@ class VersionMemory:
 
     @property
     def versions(self) -> list[int]:
-        """Return the versions held, oldest first."""
-        return list(self._versions)
+        """Return the versions that ``abandon`` keeps, oldest first."""
+        return [version for version in self._versions if version != self._sent]
 
     def room(self, nbytes: int) -> SharedRoom:
         """Return room for the next chunk. Raises MemoryFull."""

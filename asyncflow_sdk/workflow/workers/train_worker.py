@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from ...errors import ConfigError, DeadlineExceeded, VersionGone
-from ...interfaces import TrainEngine, optimizer_source
+from ...interfaces import TrainEngine
 from ...ledger import commands as cmd
 from ...ledger.publication import VersionTaken
 from ...queue import QueueClient
@@ -310,7 +310,7 @@ class _TrainedVersions:
                 with target.fetch() as update:
                     self._engine.load_weights(update)
         self._log.span("load", began, version=target.version)
-        return optimizer_source(step if path else -1)
+        return f"checkpoint of step {step}" if path else "fresh"
 
     def _checkpoint(self, step: int) -> bytes:
         """Return the path of a checkpoint's engine state; b"" without an intact one."""
