@@ -17,7 +17,6 @@ Each call is one or two calls of ``Run``, its queue and its publisher, which rem
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy.typing as npt
@@ -79,8 +78,8 @@ class Trainer:
         """Put each prompt ``group_size`` times: columns by name, records, or the path of a file of
         records, with ``column``. Repeating a ``key`` adds nothing. Waits while the queue is full.
         Raises the errors of ``queue.put``."""
-        data = load_prompts(prompts, column)
-        return self.run.queue.put(dict(data), group_size=group_size, key=key, timeout_s=self._left(timeout_s))
+        data, limit_s = dict(load_prompts(prompts, column)), self._timeout_s if timeout_s is None else timeout_s
+        return self.run.queue.put(data, group_size=group_size, key=key, timeout_s=limit_s)
 
     def get_experience_data(
         self,
@@ -94,8 +93,9 @@ class Trainer:
         ``count`` rows of other tasks. ``columns``: the columns to read. Without a following
         ``put_experience_data`` the rows are leased again, by any client. Raises the errors of
         ``queue.get``, such as Ended after the last row, and the error of a failed worker of this run."""
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            batch = self.run.queue.get(task, count, columns=columns, timeout_s=self._left(timeout_s))
+            batch = self.run.queue.get(task, count, columns=columns, timeout_s=limit_s)
         except (Ended, DeadlineExceeded):
             self.run.check()
             raise
@@ -140,10 +140,5 @@ class Trainer:
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _left(self, timeout_s: float | None) -> float:
-        return self._timeout_s if timeout_s is None else timeout_s

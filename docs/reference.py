@@ -323,7 +323,8 @@ def _class(cls: type) -> Iterator[str]:
         yield f"\n```\n{cls.__name__}{_signature(cls.__init__)}\n```\n"
     if issubclass(cls, msgspec.Struct):
         fields = msgspec.structs.fields(cls)
-        lines = [f"{each.name}: {cls.__annotations__[each.name]}" for each in fields]
+        types = {name: kind for base in reversed(cls.__mro__) for name, kind in inspect.get_annotations(base).items()}
+        lines = [f"{each.name}: {types[each.name]}" for each in fields]
         defaults = ["" if each.default is msgspec.NODEFAULT else f" = {each.default!r}" for each in fields]
         yield "\n```\n" + "".join(f"{line}{end}\n" for line, end in zip(lines, defaults, strict=True)) + "```\n"
     elif dataclasses.is_dataclass(cls):

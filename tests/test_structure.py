@@ -29,17 +29,17 @@ RELATIVE = re.compile(r"\b(that|which|what|whatever|who|whom|whose|whoever|those
 NOTE = re.compile(r"``[\w*., `]+``: +(of|its|their|by|as|for|in|to|from|with|at|on)\b", re.IGNORECASE)
 """A parameter's note without a noun."""
 MAX_SIZE = {  # lines, files
-    "asyncflow_sdk": (670, 5),
+    "asyncflow_sdk": (643, 5),
     "asyncflow_sdk/algorithms": (701, 6),
     "asyncflow_sdk/cli": (5_855, 46),
-    "asyncflow_sdk/interfaces": (2_028, 13),
+    "asyncflow_sdk/interfaces": (1_998, 13),
     "asyncflow_sdk/ledger": (7_518, 28),
     "asyncflow_sdk/memory": (1_446, 6),
     "asyncflow_sdk/plugins": (594, 4),
-    "asyncflow_sdk/queue": (6_630, 28),
+    "asyncflow_sdk/queue": (6_483, 28),
     "asyncflow_sdk/testing": (9_806, 57),
     "asyncflow_sdk/types": (2_147, 15),
-    "asyncflow_sdk/weights": (4_558, 23),
+    "asyncflow_sdk/weights": (4_486, 20),
     "asyncflow_sdk/wire": (3_370, 15),
     "asyncflow_sdk/workflow": (13_930, 77),
     "adapters/asyncflow_deepspeed": (817, 8),

@@ -33,7 +33,8 @@ class LeasedBatch(Batch, AbstractContextManager["LeasedBatch"], abc.ABC):
     ``token``: fencing token of the lease. ``index``: number of the step, or -1. ``version``: loaded by the replica
     (rollout) or being trained (train), or -1. ``lease_s``: seconds until the lease ends, unless renewed. For a lease
     shared by ranks: ``rank`` of ``world_size``, the number of its ``shard``, and ``imbalance``: the heaviest shard
-    weighs 1 + ``imbalance`` times the mean.
+    weighs 1 + ``imbalance`` times the mean. ``left``: number of rows neither completed nor given back. ``finished``:
+    True if ``finish`` was called and its result is not sent yet.
     """
 
     token: int
@@ -46,6 +47,8 @@ class LeasedBatch(Batch, AbstractContextManager["LeasedBatch"], abc.ABC):
     world_size: int
     shard: int
     imbalance: float
+    left: int
+    finished: bool
 
     @abc.abstractmethod
     def complete(
@@ -71,16 +74,6 @@ class LeasedBatch(Batch, AbstractContextManager["LeasedBatch"], abc.ABC):
         """Like ``complete``, with the next request, which raises the server's errors: ``get(..., ack=batch)``, the
         next one of its ``stream``, or the end of its ``with`` block. Call it once, as the last completion of a batch.
         Copies the values; raises SchemaError at once for invalid ones."""
-
-    @property
-    @abc.abstractmethod
-    def left(self) -> int:
-        """Rows neither completed nor given back."""
-
-    @property
-    @abc.abstractmethod
-    def finished(self) -> bool:
-        """True if ``finish`` was called and its result is not sent yet."""
 
     @abc.abstractmethod
     def give_back(self, *, index: npt.ArrayLike | None = None, reason: str = "", blame: bool = False) -> None:
@@ -116,7 +109,8 @@ class StepPart(Batch):
 class LeasedStep(AbstractContextManager["LeasedStep"], abc.ABC):
     """A step leased to this client, delivered in parts while the rest of it is still being generated, until the
     client acknowledges the step, gives it back, or the lease ends. ``with`` and attributes as of ``LeasedBatch``;
-    each request for a part renews the lease. One thread at a time.
+    each request for a part renews the lease. One thread at a time. ``rows``: number of rows delivered here so far.
+    ``complete``: True once the last part is delivered.
 
     If the lease ends (this client or another rank died or was too late, or the step was given back), the step is
     leased again under a new token: the same parts come first, with the same rows, and the same shards for as many
@@ -132,16 +126,8 @@ class LeasedStep(AbstractContextManager["LeasedStep"], abc.ABC):
     lease_s: float
     rank: int
     world_size: int
-
-    @property
-    @abc.abstractmethod
-    def rows(self) -> int:
-        """The number of rows delivered here so far."""
-
-    @property
-    @abc.abstractmethod
-    def complete(self) -> bool:
-        """True once the last part is delivered."""
+    rows: int
+    complete: bool
 
     @property
     @abc.abstractmethod

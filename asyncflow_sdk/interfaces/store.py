@@ -101,16 +101,11 @@ class HomeOffer(msgspec.Struct, frozen=True, kw_only=True):
     owner: str = ""
 
 
-class StorageHome(msgspec.Struct, frozen=True, kw_only=True):
-    """A home in its newest epoch. Fields as in ``HomeOffer``. ``lost``: why the epoch is lost; "" if it is not."""
+class StorageHome(HomeOffer, frozen=True, kw_only=True):
+    """A home in its newest epoch, with "" as its ``identity``. ``lost``: why the epoch is lost; "" if it is not."""
 
     home: int
     epoch: int
-    name: str
-    address: str = ""
-    key: str = ""
-    directory: str = ""
-    owner: str = ""
     lost: str = ""
 
 

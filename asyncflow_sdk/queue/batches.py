@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
-from types import TracebackType
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -37,44 +35,37 @@ T = TypeVar("T", bound="AsyncContext")
 U = TypeVar("U", bound="BlockingContext")
 
 
-class AsyncContext(ABC):
+class AsyncContext:
     """An ``async with`` block gives the exception that ended it to ``_close``."""
 
     _entered = False
-
-    @abstractmethod
-    async def _close(self, error: BaseException | None) -> None: ...
+    _close: Callable[..., Coroutine[Any, Any, None]]
 
     async def __aenter__(self: T) -> T:
         self._entered = True
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         await self._close(error)
 
 
-class BlockingContext(ABC):
+class BlockingContext:
     """Like ``AsyncContext``, of a ``with`` block."""
 
     _entered = False
-
-    @abstractmethod
-    async def _close(self, error: BaseException | None) -> None: ...
+    _close: Callable[..., Coroutine[Any, Any, None]]
 
     def __enter__(self: U) -> U:
         self._entered = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         run_blocking(self._close(error))
 
 
 class Lease:
-    """A lease of this client. ``since``: start of its time. ``_void``: it has no row, and the server does not know it."""
+    """A lease of this client. ``left``: the number of rows neither completed nor given back; of a step, 1 while it is
+    held. ``since``: start of its time. ``_void``: it has no row, and the server does not know it."""
 
     _port: Port
     _reason = "left without completing"  # of rows that go back without an error
@@ -84,25 +75,20 @@ class Lease:
         self.token, self.task, self.lease_s = lease.token, lease.task, lease.lease_s
         self.index, self.version = lease.step, lease.version
         self.rank, self.world_size = lease.rank, lease.world_size
-        self._left, self.since = left, time.monotonic()
-
-    @property
-    def left(self) -> int:
-        """The number of rows neither completed nor given back; of a step, 1 while it is held."""
-        return self._left
+        self.left, self.since = left, time.monotonic()
 
     def renewed(self, now: float) -> None:
         """Restart the lease's time here."""
         self.since = now
 
     async def _settle(self, sent: Awaitable[R], count: int) -> R:
-        """Return the answer to the last message about ``count`` rows. None are left if the lease is lost."""
+        """Return the answer to a message about ``count`` rows. None are left if the lease is lost."""
         try:
             answer = await sent
         except LeaseLost:
-            self._left = 0
+            self.left = 0
             raise
-        self._left = max(self._left - count, 0)  # other tasks have changed it meanwhile
+        self.left = max(self.left - count, 0)  # other tasks have changed it meanwhile
         return answer
 
     async def _renew(self, *, after_s: float = 0.0) -> None:
@@ -112,20 +98,21 @@ class Lease:
         await self._settle(self._port.send(cmd.Renew(token=self.token, rank=self.rank)), 0)
         self.since = now
 
-    async def _return(self, rows: npt.NDArray[np.int32] | None, reason: str, blame: bool) -> None:
+    async def _return(self, *, index: npt.ArrayLike | None = None, reason: str = "", blame: bool = False) -> None:
+        rows = None if index is None else _positions(index)
         if self._void:
             return
-        index, count = (None, self._left) if rows is None else (rows.tobytes(), len(rows))
+        at, count = (None, self.left) if rows is None else (rows.tobytes(), len(rows))
         reason = plain_text(reason) if isinstance(reason, str) else reason
-        command = cmd.GiveBack(token=self.token, index=index, reason=reason, blame=blame, rank=self.rank)
+        command = cmd.GiveBack(token=self.token, index=at, reason=reason, blame=blame, rank=self.rank)
         await self._settle(self._port.send(command), count)
 
     async def _close(self, error: BaseException | None, *, blame: bool = False) -> None:
         """Give the rest back."""
-        if self._left > 0:
+        if self.left > 0:
             reason = self._reason if error is None else error_text(error)
             blame |= isinstance(error, Exception) and not isinstance(error, MemoryFull)  # the fault of no row
-            await self._return(None, reason, blame)
+            await self._return(reason=reason, blame=blame)
 
 
 class UnreadLease(Lease):
@@ -144,17 +131,18 @@ class UnreadLease(Lease):
 class BatchVerbs(Lease, Batch):
     """The methods of a leased batch, written once as coroutines. Attributes: see ``LeasedBatch``."""
 
+    finished = False
     _last: tuple[PendingWrite, int] | None = None  # the unsent completion of finish(), and its number of rows
 
     def _bind(self, port: Port, lease: cmd.Leased) -> None:
         self._port = port
         self._take(lease, len(self.ids))
-        self._void = not self._left
+        self._void = not self.left
         self.partition, self.shard, self.imbalance = lease.partition, lease.shard, lease.imbalance
         self.version_step_offsets = lease.version_step_offsets
         self.completed_at = unpack_ids(lease.completed_at) if lease.step >= 0 else None
-        if port.connection.on_lease is not None:
-            port.connection.on_lease(self)
+        if port.connection.renewer is not None:
+            port.connection.renewer.add(self)
 
     async def _complete(
         self,
@@ -183,17 +171,11 @@ class BatchVerbs(Lease, Batch):
             )
         command, packed, count = self._completion(columns, index, filtered)
         if not self._void:
-            self._last = self._port.write(command, packed), count
-
-    @property
-    def finished(self) -> bool:
-        """True if ``finish`` was called and its result is not sent yet."""
-        return self._last is not None
+            self._last, self.finished = (self._port.write(command, packed), count), True
 
     def _completion(
         self, columns: Mapping[str, Any] | None, index: npt.ArrayLike | None, filtered: npt.ArrayLike | None
     ) -> tuple[cmd.Complete, dict[str, Column], int]:
-        """Return the command, its payload, and the number of rows it completes."""
         rows = None if index is None else _positions(index)
         count = len(self.ids if rows is None else rows)
         at = None if rows is None else rows.tobytes()
@@ -207,27 +189,23 @@ class BatchVerbs(Lease, Batch):
         Without a ``finish``, acknowledge the rows left, or give them back. Return the result of ``then``. Raises the
         server's error about the last message; nothing was leased in this case.
         """
-        last, self._last = self._last, None
+        last, self._last, self.finished = self._last, None, False
         if last is None:
-            if self._left <= 0:
+            if self.left <= 0:
                 return None
             command: cmd.Complete | cmd.GiveBack = cmd.Complete(token=self.token, columns={}, rank=self.rank)
             if not acknowledge:  # an attempt, or a loop that finishes nothing would get the same rows for ever
                 command = cmd.GiveBack(token=self.token, rank=self.rank, reason=self._reason, blame=True)
-            last = PendingWrite(command), self._left
+            last = PendingWrite(command), self.left
         pending, count = last
         answer = await self._port.submit(pending, then)
         if answer.first is not None or (then is None and answer.error is None):
-            self._left = max(self._left - count, 0)
+            self.left = max(self.left - count, 0)
         elif answer.error is not None and answer.error[0] == LeaseLost.__name__:
-            self._left = 0
+            self.left = 0
         if then is None or answer.first is None:
             answer.raise_error()
         return answer
-
-    async def _give_back(self, *, index: npt.ArrayLike | None = None, reason: str = "", blame: bool = False) -> None:
-        rows = None if index is None else _positions(index)
-        await self._return(rows, reason, blame)
 
     async def _ack(self, *, filtered: npt.ArrayLike | None = None) -> None:
         await self._complete(filtered=filtered)
@@ -249,7 +227,7 @@ class AsyncLeasedBatch(BatchVerbs, AsyncContext):
     """A leased batch for ``async with``."""
 
     complete = BatchVerbs._complete
-    give_back = BatchVerbs._give_back
+    give_back = BatchVerbs._return
     renew = BatchVerbs._renew
     ack = BatchVerbs._ack
 
@@ -262,7 +240,7 @@ class BlockingBatch(BatchVerbs, BlockingContext, LeasedBatch):
         self._port = port
 
     complete = sync(BatchVerbs._complete, LeasedBatch.complete)
-    give_back = sync(BatchVerbs._give_back, LeasedBatch.give_back)
+    give_back = sync(BatchVerbs._return, LeasedBatch.give_back)
     renew = sync(BatchVerbs._renew, LeasedBatch.renew)
     ack = sync(BatchVerbs._ack, LeasedBatch.ack)
 
@@ -278,29 +256,18 @@ class StepVerbs(Lease):
         self._port, self._wait = port, wait
         self._take(leased, 1)
         self._request = msgspec.structs.replace(request, token=leased.token)
-        self._rows, self._complete = 0, False
+        self.rows, self.complete = 0, False
         self._first: StepPart | None = first
         self._delivered(first)
 
     @property
-    def rows(self) -> int:
-        """The number of rows delivered here so far."""
-        return self._rows
-
-    @property
-    def complete(self) -> bool:
-        """True once the last part is delivered."""
-        return self._complete
-
-    @property
     def held(self) -> bool:
-        """True until the step is acknowledged, given back, or known to be lost."""
-        return self._left > 0
+        """See ``LeasedStep.held``."""
+        return self.left > 0
 
     async def _next_part(self) -> StepPart | None:
-        """Return the next part; None after the last."""
         first, self._first = self._first, None
-        if first is not None or self._complete:
+        if first is not None or self.complete:
             return first
         began = time.monotonic()
         part, _ = await self._settle(self._wait(self._request), 0)
@@ -309,12 +276,12 @@ class StepVerbs(Lease):
         return part
 
     async def _ack(self, *, filtered: npt.ArrayLike | None = None) -> None:
-        drop = None if filtered is None else _filtered(filtered, self._rows)
+        drop = None if filtered is None else _filtered(filtered, self.rows)
         command = cmd.Complete(token=self.token, columns={}, filtered=drop, rank=self.rank)
         await self._settle(self._port.send(command), 1)
 
     async def _give_back(self, *, reason: str = "", blame: bool = False) -> None:
-        await self._return(None, reason, blame)
+        await self._return(reason=reason, blame=blame)
 
     async def _close(self, error: BaseException | None, *, blame: bool = False) -> None:
         with contextlib.suppress(LeaseLost):
@@ -322,10 +289,10 @@ class StepVerbs(Lease):
 
     def _delivered(self, part: StepPart) -> None:
         self.since = time.monotonic()
-        self._rows += part.rows
-        self._complete = part.last
-        if self._port.connection.on_lease is not None:
-            self._port.connection.on_lease(self)
+        self.rows += part.rows
+        self.complete = part.last
+        if self._port.connection.renewer is not None:
+            self._port.connection.renewer.add(self)
 
 
 class AsyncStep(StepVerbs, AsyncContext):

@@ -25,28 +25,16 @@ from ..ledger.state.context import Trained
 from ..ledger.state.sessions import ParkedRequest
 from ..types import Event
 from ..wire import Server
-from . import snapshot
+from . import protocol, snapshot
 from .checks import Measures, check_payload
 from .journal import DropRecord, JournalReader, Record, RequestRecord, TickRecord
 from .listeners import Listeners
 from .payload import SERVER, Payload
-from .protocol import (
-    UNRECORDED,
-    WRITING,
-    Call,
-    CallResult,
-    ClientHello,
-    Welcome,
-    decode_call,
-    decode_result,
-    encode,
-    failure,
-)
 from .stores.homes import session_of
 
 _log = logging.getLogger(__name__)
-_UNEXECUTED = UNRECORDED | {cmd.OpenSession}
-_CHECKED = WRITING | _UNEXECUTED | {cmd.Declare}
+_UNEXECUTED = protocol.UNRECORDED | {cmd.OpenSession}
+_CHECKED = protocol.WRITING | _UNEXECUTED | {cmd.Declare}
 _REPLIES = frozenset(get_args(cmd.AnyReply))
 
 
@@ -73,7 +61,7 @@ class ClientProcess(NamedTuple):
     """``number``: its ledger session."""
 
     number: int
-    hello: ClientHello
+    hello: protocol.ClientHello
 
 
 class ClientTable:
@@ -119,7 +107,7 @@ class CallExecutor:
     without the session. Not thread-safe: only the server's thread uses it."""
 
     def __init__(
-        self, ledger: Ledger, payload: Payload, listeners: Listeners, welcome: Welcome, wire: Server
+        self, ledger: Ledger, payload: Payload, listeners: Listeners, welcome: protocol.Welcome, wire: Server
     ) -> None:
         self.ledger, self.payload, self.clock, self.clients = ledger, payload, Clock(), ClientTable()
         self._state, self._log = ledger.state, ledger.state.context.log
@@ -184,7 +172,7 @@ class CallExecutor:
 
     def request(self, session: str, ticket: int, body: bytes, payload: Any) -> None:
         """Execute a recorded call; called by the wire."""
-        self.execute(session, ticket, decode_call(body), self._now)
+        self.execute(session, ticket, protocol.decode_call(body), self._now)
         if session not in self.clients.by_session:  # it would never be closed
             self._wire.forget(session)
 
@@ -194,16 +182,16 @@ class CallExecutor:
 
     # ---- inputs
 
-    def execute(self, session: str, ticket: int, call: Call, now: float) -> None:
+    def execute(self, session: str, ticket: int, call: protocol.Call, now: float) -> None:
         """Execute a call. It is answered now, or by a later input."""
         command: Any = call.command
         kind, then, clients = type(command), call.then, self.clients.by_session
         number = clients[session].number if session in clients else 0
         try:
-            if kind is ClientHello:
+            if kind is protocol.ClientHello:
                 self._open_session(session, ticket, command, now)
             elif command is None:
-                self._answer(ticket, number, CallResult(cmd.Done()))
+                self._answer(ticket, number, protocol.CallResult(cmd.Done()))
             else:
                 if kind in _CHECKED or then is not None:
                     command = self._check(number, call)
@@ -223,14 +211,14 @@ class CallExecutor:
             if not isinstance(error, AsyncFlowError):  # a call that the checks should have rejected
                 _log.exception("a call failed in the queue server")
                 error = ProtocolError(f"the call failed in the server: {error!r}")
-            self._answer(ticket, number, CallResult(error=failure(error)))
+            self._answer(ticket, number, protocol.CallResult(error=protocol.failure(error)))
 
     def drop(self, session: str, ticket: int, answer: bytes | None, now: float) -> None:
         """Undo a cancelled call. ``answer``: its unread answer; None if there is none yet."""
         if session not in self.clients.by_session:
             return
         if answer := self._log.record(lambda: answer or b""):
-            number, unread = self.clients.by_session[session].number, decode_result(answer)
+            number, unread = self.clients.by_session[session].number, protocol.decode_result(answer)
             if unread.freed:
                 self.payload.files.free_later(number, unread.freed)
             if isinstance(unread.reply, cmd.Leased) and unread.reply.token in self._state.leases.by_token:
@@ -283,7 +271,7 @@ class CallExecutor:
 
     # ---- calls
 
-    def _open_session(self, session: str, ticket: int, hello: ClientHello, now: float) -> None:
+    def _open_session(self, session: str, ticket: int, hello: protocol.ClientHello, now: float) -> None:
         if hello.sdk != __version__:
             raise ProtocolError(f"this run is served by asyncflow-sdk {__version__}; {hello.name} has {hello.sdk}")
         if session in self.clients.by_session:
@@ -293,15 +281,15 @@ class CallExecutor:
         assert isinstance(joined, cmd.SessionOpened)
         self.clients.open(session, ClientProcess(joined.session, hello))
         welcome = msgspec.structs.replace(self._welcome, session=joined.session)
-        self._answer(ticket, joined.session, CallResult(welcome), made=True)
+        self._answer(ticket, joined.session, protocol.CallResult(welcome), made=True)
 
-    def _check(self, number: int, call: Call) -> Any:
+    def _check(self, number: int, call: protocol.Call) -> Any:
         """Return the command of a call, with its measures. Raises AsyncFlowError; then its block is free again."""
         command: Any = call.command
         kind = type(command)
         writer = number if call.payload is None else SERVER  # the block was sent beside the call
         try:
-            if kind in WRITING:
+            if kind in protocol.WRITING:
                 check = partial(check_payload, self.ledger, self._rows, writer, command)
                 self._log.record_or_raise(check) if self._log.active else check()
             elif kind in _UNEXECUTED:
@@ -349,7 +337,7 @@ class CallExecutor:
             over[request.ticket] = request
         for ticket in over:
             command = over[ticket].command
-            block = command.block if type(command) in WRITING else None
+            block = command.block if type(command) in protocol.WRITING else None
             if block is not None and (block.segment, block.serial) not in used:
                 self.payload.free(block.segment, block.packed_serial)
         for ticket, reply in effects.answers:
@@ -357,14 +345,14 @@ class CallExecutor:
                 continue
             asked, kind = over[ticket], type(reply)
             if kind not in _REPLIES:
-                error = failure(cast("AsyncFlowError", reply))
-                self._answer(ticket, asked.session, CallResult(error=error, first=asked.first))
+                error = protocol.failure(cast("AsyncFlowError", reply))
+                self._answer(ticket, asked.session, protocol.CallResult(error=error, first=asked.first))
             elif leases and asked is request:
                 first = reply
             elif kind is cmd.Leased or kind is cmd.LeasedPart:
                 self._answer_lease(asked, reply)
             else:
-                self._answer(ticket, asked.session, CallResult(reply, first=asked.first))  # type: ignore[arg-type]
+                self._answer(ticket, asked.session, protocol.CallResult(reply, first=asked.first))  # type: ignore[arg-type]
                 if kind is cmd.PublishReply or kind is cmd.RollbackDone:
                     self.payload.files.remove_weights(self._state.versions.sessions())
         if effects.trained and self._listeners.has("step"):
@@ -384,14 +372,14 @@ class CallExecutor:
         columns = request.command.columns
         needs = self._state.tasks[reply.task].spec.needs if columns is None else columns
         slices, schema = self.payload.locate(unpack_ids(reply.ids), needs)
-        result = CallResult(reply, None, slices, schema, first=request.first)  # type: ignore[arg-type]
+        result = protocol.CallResult(reply, None, slices, schema, first=request.first)  # type: ignore[arg-type]
         self._answer(request.ticket, request.session, result, made=request.command.inline and slices != ())
 
-    def _answer(self, ticket: int, session: int, result: CallResult, *, made: bool = False) -> None:
+    def _answer(self, ticket: int, session: int, result: protocol.CallResult, *, made: bool = False) -> None:
         """Send a result. ``made``: ``QueueServer.make`` completes it."""
         if session in self.payload.files.freed:
             result = msgspec.structs.replace(result, freed=self.payload.files.freed.pop(session))
-        body = encode(result)
+        body = protocol.encode(result)
         if self._log.active:
             self._digest = xxhash.xxh3_64_intdigest(body, self._digest)
         self._wire.answer(ticket, body, made)

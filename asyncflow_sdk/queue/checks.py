@@ -245,9 +245,8 @@ class Measures:
                 " task before rows are put"
             )
 
-        def read() -> bytes:
-            """Read the measures of all rows with the column."""
-            parts = [there[start : start + CHUNK_ROWS] for start in range(0, len(there), CHUNK_ROWS)]
-            return b"".join(self._read(self._index.locate(ids, (name,))[0], name, known) for ids in parts)
-
-        return msgspec.structs.replace(command, measures=ledger.state.context.log.record_or_raise(read))
+        parts = [there[start : start + CHUNK_ROWS] for start in range(0, len(there), CHUNK_ROWS)]
+        measures = ledger.state.context.log.record_or_raise(
+            lambda: b"".join(self._read(self._index.locate(ids, (name,))[0], name, known) for ids in parts)
+        )
+        return msgspec.structs.replace(command, measures=measures)

@@ -41,7 +41,7 @@ from .batches import AsyncLeasedBatch, AsyncStep, BatchVerbs, BlockingBatch, Blo
 from .checks import check_arguments, check_columns, check_name, check_names
 from .connection import BlockingPort, Connection, LoopPort, Port
 from .coroutines import run_blocking, sync
-from .lease_renewal import LeaseRenewer
+from .lease_renewal import renewer_of
 from .protocol import CallResult, ResultWithPayload
 from .stores.blocks import pack_columns
 from .stores.reader import from_image
@@ -93,7 +93,6 @@ class QueueVerbs(Generic[B, S]):
     async def _get(
         self, task: str, count: int = 1, *, ack: LeasedBatch | BatchVerbs | None = None, **options: Any
     ) -> B:
-        """See ``TransferQueue.get``."""
         if ack is not None and not isinstance(ack, BatchVerbs):
             raise TypeError(f"ack must be a batch that this queue leased, not {type(ack).__name__}")
         return await self._lease(self._request("get", task, count, options), ack)
@@ -207,10 +206,8 @@ class QueueVerbs(Generic[B, S]):
     async def _read_renewed(self, answer: CallResult, lease: cmd.Leased, kind: type[R], until: float) -> R:
         """Read rows that may be on other hosts, and renew their lease meanwhile. ``until``: try again until
         then if a host cannot be reached. Raises StoreUnavailable, LeaseLost, SchemaError."""
-        connection, unread = self._port.connection, UnreadLease(lease)
-        if connection.renewer is None:
-            LeaseRenewer(connection, unread=True)
-        connection.renewer.add(unread)
+        unread = UnreadLease(lease)
+        renewer_of(self._port.connection).add(unread)
         while True:
             try:
                 return await self._port.in_thread(self._read, answer, lease, kind)
@@ -220,7 +217,6 @@ class QueueVerbs(Generic[B, S]):
                 await self._port.pause(min(LATE_S, left_s))
 
     def _read(self, answer: CallResult, lease: cmd.Leased, kind: type[R]) -> R:
-        """Return the leased rows as a batch of views and copies."""
         store, slices, schema = self._port.connection.store, answer.slices, answer.schema
         if not lease.ids:  # a rank group's lease may have fewer rows than shards
             return _without_rows(answer, kind)

@@ -17,7 +17,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
@@ -25,14 +24,7 @@ import msgspec
 import numpy as np
 
 from .._version import __version__
-from ..errors import (
-    AccessDenied,
-    ConfigError,
-    PayloadLost,
-    ProtocolError,
-    ServerLost,
-    StoreUnavailable,
-)
+from ..errors import AccessDenied, ConfigError, PayloadLost, ProtocolError, ServerLost, StoreUnavailable
 from ..interfaces.store import HomeCatalog, PayloadStore, StorageHome, StoreContext, StoredBlock
 from ..ledger import commands as cmd
 from ..ledger import unpack_ids
@@ -42,23 +34,8 @@ from ..types.config import LOCAL
 from ..types.defaults import CALL_S
 from ..types.events import Span
 from ..wire import Client, Member, RunKey, WireReply, await_key, own_address, own_key, process_key, same_host
+from . import protocol
 from .checks import check_arguments, measures_of
-from .protocol import (
-    Call,
-    CallCommand,
-    CallResult,
-    ClientHello,
-    CurrentKey,
-    KeyRequest,
-    LedgerCatalog,
-    MemberQuery,
-    Members,
-    ResultWithPayload,
-    RotateKey,
-    Welcome,
-    decode_result,
-    encode,
-)
 from .stores.fetch import FetchReply, FetchRequest, open_unit
 from .stores.homes import SERVER_MEMORY, KnownHomes, home_of
 from .stores.local import InlineStore, make_store
@@ -116,17 +93,19 @@ class Connection:
         known = key if key is None or isinstance(key, RunKey) else RunKey.load(key)
         self.wire = Client(address, known, insecure=insecure)
         self.key = own_key(None if known is None else known.server)
-        self.on_lease: Callable[[Any], None] | None = None
         self.renewer: Any = None
+        """The ``LeaseRenewer`` that gets each new lease, in the thread that asked for it."""
         self.unreturned: deque[cmd.GiveBack] = deque()
         """Leases whose rows could not be read, and that the server does not know to be given back."""
         self._events: list[Event] = []
         self._lock = threading.Lock()
         try:
             pid = os.getpid()
-            hello = ClientHello(name, pid, process_key(pid), __version__, socket.gethostname(), self.key.public)
-            welcome = self._ask(hello, max(until - time.monotonic(), 0.0))
-            assert isinstance(welcome, Welcome)
+            hello = protocol.ClientHello(
+                name, pid, process_key(pid), __version__, socket.gethostname(), self.key.public
+            )
+            welcome = self.ask(hello, max(until - time.monotonic(), 0.0))
+            assert isinstance(welcome, protocol.Welcome)
             self.wire.limit(welcome.max_bytes)
             if not welcome.durability:
                 self.wire.watch(welcome.pid, welcome.pid_key)
@@ -141,34 +120,30 @@ class Connection:
             self.wire.close()
             raise
 
-    def _open_store(self, welcome: Welcome, start_unit: bool) -> PayloadStore:
+    def _open_store(self, welcome: protocol.Welcome, start_unit: bool) -> PayloadStore:
         rows = None if self.directory is None else Path(welcome.rows or welcome.directory)
         context = StoreContext(
-            run=self.run, session=self.session, rows=rows, synced=welcome.durability == "host",
+            run=self.run,
+            session=self.session,
+            host=own_address(self.wire.address, welcome.addresses),
+            rows=rows,
+            synced=welcome.durability == "host",
             check_size=self.wire.check_size,
-        )  # fmt: skip
-        if welcome.store != LOCAL:
-            context = replace(
-                context, host=own_address(self.wire.address, welcome.addresses), homes=self.homes(),
-                fetch=self.fetch, key=self.key, start_unit=self._start_unit if start_unit else None,
-            )  # fmt: skip
+            homes=None if welcome.store == LOCAL else self.homes(),
+            fetch=self.fetch,
+            key=self.key,
+            start_unit=self._start_unit if start_unit else None,
+        )
         return make_store(welcome.store, welcome.store_options, context)
 
     def _start_unit(self) -> None:
-        """Start a storage unit on this host, if it has none."""
-        homes = KnownHomes(self.homes())
-
-        def is_open() -> bool:
-            """Return True if this host has a home."""
-            homes.refresh()
-            return homes.is_here()
-
         key = None if self.wire.key is None else self.run_key()
-        ensure_unit(self.run, UnitConfig(self.wire.address, key=key, insecure=self.wire.insecure), is_open)
+        config = UnitConfig(self.wire.address, key=key, insecure=self.wire.insecure)
+        ensure_unit(self.run, config, KnownHomes(self.homes()).is_here)
 
     def homes(self) -> HomeCatalog:
         """Return the catalog of the run's homes."""
-        return LedgerCatalog(lambda command: self._ask(command, CALL_S))
+        return protocol.LedgerCatalog(self.ask)
 
     def ping_home(self, home: StorageHome, timeout_s: float) -> float:
         """Reach the storage unit of a home from here. Return the seconds it took to connect and to be
@@ -185,17 +160,16 @@ class Connection:
 
     def fetch(self, request: FetchRequest, timeout_s: float) -> tuple[FetchReply, Any]:
         """Fetch columns of rows in the server's memory. Return the reply, and the bytes of its blocks."""
-        received = self.wire.exchange(encode(Call(request)), timeout_s, grace_s=0.0)
+        received = self.wire.exchange(protocol.encode(protocol.Call(request)), timeout_s, grace_s=0.0)
         answer = self.unpack(received)
         answer.raise_error()
         if not isinstance(answer.reply, FetchReply) or received.payload is None:
             raise ProtocolError(f"{self.wire.address} gave no columns in its answer to a request for columns")
         return answer.reply, received.payload
 
-    def renew_by(self, renewer: Any, on_lease: Callable[[Any], None] | None) -> None:
-        """Set the ``LeaseRenewer``, to be closed with the connection. ``on_lease``: called with each new lease, in
-        the thread that asked for it."""
-        self.renewer, self.on_lease = renewer, on_lease or self.on_lease
+    def renew_by(self, renewer: Any) -> None:
+        """Set the ``LeaseRenewer``, to be closed with the connection."""
+        self.renewer = renewer
 
     @property
     def member(self) -> Member:
@@ -204,25 +178,25 @@ class Connection:
 
     def members(self, keys: Collection[str]) -> Collection[str]:
         """Return those of some public keys that belong to clients of the run. Raises WireError, ProtocolError."""
-        reply = self._ask(MemberQuery(tuple(keys)), ADMIT_S)
-        return reply.keys if isinstance(reply, Members) else ()
+        reply = self.ask(protocol.MemberQuery(tuple(keys)), ADMIT_S)
+        return reply.keys if isinstance(reply, protocol.Members) else ()
 
     def run_key(self) -> RunKey | None:
         """Return the key for new clients; None without keys. Raises WireError, ProtocolError."""
-        reply = self._ask(KeyRequest(), CALL_S)
-        return reply.key if isinstance(reply, CurrentKey) else None
+        reply = self.ask(protocol.KeyRequest())
+        return reply.key if isinstance(reply, protocol.CurrentKey) else None
 
     def rotate_key(self, evict: Collection[int] = (), reason: str = "") -> None:
         """Replace the key for new clients, and end sessions. Raises ConfigError, also if the new key
         could not be saved; WireError, ProtocolError."""
-        reply = self._ask(RotateKey(tuple(evict), reason), CALL_S)
-        if isinstance(reply, CurrentKey) and reply.unsaved:
+        reply = self.ask(protocol.RotateKey(tuple(evict), reason))
+        if isinstance(reply, protocol.CurrentKey) and reply.unsaved:
             done = "the sessions were evicted, and the key" if evict else "the key"
             raise ConfigError(f"{done} was replaced, but not saved: {reply.unsaved}")
 
-    def _ask(self, request: CallCommand, timeout_s: float) -> Any:
+    def ask(self, request: protocol.CallCommand, timeout_s: float = CALL_S) -> Any:
         """Send a request without columns, also before the store is open. Raises the server's error."""
-        answer = self.unpack(self.wire.exchange(encode(Call(request)), timeout_s, grace_s=0.0))
+        answer = self.unpack(self.wire.exchange(protocol.encode(protocol.Call(request)), timeout_s, grace_s=0.0))
         answer.raise_error()
         return answer.reply
 
@@ -231,7 +205,7 @@ class Connection:
         fit = []
         for event in events:
             try:
-                encode(event)
+                protocol.encode(event)
                 fit.append(event)
             except (TypeError, ValueError, OverflowError) as error:
                 _log.warning("an event cannot be encoded and is dropped: %s: %r", error, event)
@@ -248,21 +222,21 @@ class Connection:
     ) -> bytes:
         """Return the encoded call, with waiting events. Raises TypeError."""
         if not self._events:
-            return encode(Call(command, (), then, payload))
+            return protocol.encode(protocol.Call(command, (), then, payload))
         with self._lock:
-            body = encode(Call(command, tuple(self._events), then, payload))
+            body = protocol.encode(protocol.Call(command, tuple(self._events), then, payload))
             self._events.clear()
         return body
 
-    def unpack(self, reply: WireReply) -> CallResult:
+    def unpack(self, reply: WireReply) -> protocol.CallResult:
         """Decode a reply, possibly an error, and free the blocks listed in it."""
-        answer = decode_result(reply.body)
+        answer = protocol.decode_result(reply.body)
         if answer.freed:
             self.store.free(unpack_ids(answer.freed).tolist())
         if reply.payload is None:
             return answer
         reply.payload.setflags(write=False)
-        return ResultWithPayload(**msgspec.structs.asdict(answer), memory=reply.payload)
+        return protocol.ResultWithPayload(**msgspec.structs.asdict(answer), memory=reply.payload)
 
     def close(self, *, ended: bool = False) -> None:
         """End the session: its leases are given back. Views stay valid. Idempotent; needs no live
@@ -280,7 +254,7 @@ class Connection:
             self.store.close()
 
 
-def _shares_memory(welcome: Welcome) -> bool:
+def _shares_memory(welcome: protocol.Welcome) -> bool:
     """Return True if this process can write the server's files and map its memory."""
     try:
         found = os.stat(f"{welcome.directory}/owner")
@@ -311,7 +285,7 @@ class Port(ABC):
     async def in_thread(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a function that may wait, without blocking an event loop."""
 
-    async def call(self, command: cmd.AnyCommand | None) -> CallResult:
+    async def call(self, command: cmd.AnyCommand | None) -> protocol.CallResult:
         """Send a checked command, or only waiting events; return the result. Raises the server's error."""
         timeout_s: float = getattr(command, "timeout_s", CALL_S)
         answer = self.connection.unpack(await self.request(self.connection.encode_call(command), timeout_s))
@@ -357,7 +331,7 @@ class Port(ABC):
             specs[name] = columns[name].spec
         return PendingWrite(msgspec.structs.replace(command, block=block, **fields), stored)
 
-    async def submit(self, pending: PendingWrite, then: cmd.LeaseRows | None = None) -> CallResult:
+    async def submit(self, pending: PendingWrite, then: cmd.LeaseRows | None = None) -> protocol.CallResult:
         """Send a write, with a lease request if ``then`` is given. The result may be an error.
 
         Once the request is sent, only the server frees the block, because only it knows if rows use

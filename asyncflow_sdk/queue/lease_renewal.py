@@ -19,6 +19,7 @@ from .coroutines import run_blocking
 
 _PARTS = 3
 """A lease is renewed after this fraction (1/3) of its time, so two renewals may be missed."""
+_making = threading.Lock()
 _MOST = 1000
 """Ended leases are forgotten once this many leases are known."""
 
@@ -32,7 +33,7 @@ class LeaseRenewer:
     """
 
     def __init__(self, connection: Connection, patience_s: float = math.inf, *, unread: bool = False) -> None:
-        self._port, self._patience_s = BlockingPort(connection), patience_s
+        self._port, self._patience_s, self._unread = BlockingPort(connection), patience_s, unread
         self._held: dict[int, weakref.ref[Lease]] = {}  # by id; they are referenced only while they are looked at
         self._left: dict[int, int] = {}
         self._progress_at = time.monotonic()  # last progress that was seen
@@ -40,7 +41,7 @@ class LeaseRenewer:
         self._closed = False
         self._wake_at = math.inf
         """Time of the next check. A lease due later need not wake the thread."""
-        connection.renew_by(self, None if unread else self.add)
+        connection.renew_by(self)
         threading.Thread(target=self._run, name="renewing", daemon=True).start()
 
     @property
@@ -57,6 +58,8 @@ class LeaseRenewer:
 
     def add(self, lease: Lease) -> None:
         """Renew a lease while it is referenced and has rows left."""
+        if self._unread and not isinstance(lease, UnreadLease):
+            return
         with self._changed:
             self._held[id(lease)] = weakref.ref(lease)
             self._progress_at = time.monotonic()
@@ -111,6 +114,12 @@ class LeaseRenewer:
             self._progress_at = time.monotonic()
         self._held, self._left = {key: self._held[key] for key in alive}, left
         return list(alive.values())
+
+
+def renewer_of(connection: Connection) -> LeaseRenewer:
+    """Return the connection's renewer, or a new one for leases with columns that are fetched. Thread-safe."""
+    with _making:
+        return connection.renewer or LeaseRenewer(connection, unread=True)
 
 
 def _due_s(lease: Lease) -> float:

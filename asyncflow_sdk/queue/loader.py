@@ -109,7 +109,6 @@ class StreamDataLoader(Generic[T]):
 
 
 def _register_with_torch() -> None:
-    """Register the loader as an iterable dataset if torch is imported."""
     data = sys.modules.get("torch.utils.data")
     if data is not None:
         data.IterableDataset.register(StreamDataLoader)

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import secrets
 import weakref
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ class Payload:
         self._mapper = Mapper(rows)
         self.reader = ColumnReader(self._mapper)
         self._synced, self._prefix = synced, f"s{SERVER}-{secrets.token_hex(4)}-"
-        self._arena: Arena | None = None  # of uploads
+        self._arena = Arena(rows, self._prefix)  # of uploads
         self.freed: list[int] = []  # serials in it
         # by wanted columns, and the bit mask of common columns
         self._schemas: dict[tuple[tuple[str, ...], int], dict[str, ColumnSpec]] = {}
@@ -106,7 +107,6 @@ class Payload:
             self.files.pending.append(self.rows / segment)
 
     def _waiting(self) -> dict[int, Block]:
-        """Return the blocks of waiting puts, by ticket."""
         parked = self._state.parked.at("put")
         return {each.ticket: each.command.block for each in parked if each.command.block is not None}
 
@@ -119,14 +119,9 @@ class Payload:
         self.files.remove_pending()
         if self.freed:
             freed, self.freed = self.freed, []
-            self._own_arena().free(freed)
+            self._arena.free(freed)
 
     # ---- clients without shared memory
-
-    def _own_arena(self) -> Arena:
-        if self._arena is None:
-            self._arena = Arena(self.rows, self._prefix)
-        return self._arena
 
     def sink(self, body: bytes, nbytes: int) -> IncomingBlock:
         """Return a sink for the payload of a call. Raises SchemaError, MemoryFull, ProtocolError."""
@@ -136,7 +131,7 @@ class Payload:
             raise ProtocolError(f"the server cannot read this call: {error}") from None
         if call.payload is None or call.block is not None or type(call.command) not in WRITING:
             raise SchemaError("this command takes no payload")
-        return IncomingBlock(self._own_arena(), nbytes)
+        return IncomingBlock(self._arena, nbytes)
 
     def store(self, call: Call, incoming: IncomingBlock | AsyncFlowError | None) -> Call:
         """Return the call with ``block`` set to its complete upload. Raises ``incoming`` if it is an error,
@@ -154,7 +149,7 @@ class Payload:
             incoming.release()
             raise
         if self._synced:
-            self._own_arena().sync(space)
+            self._arena.sync(space)
         block = Block(space.segment, space.start, space.serial, call.payload, space.nbytes, tuple(columns))
         return msgspec.structs.replace(call, command=msgspec.structs.replace(call.command, block=block))
 
@@ -301,13 +296,10 @@ class Payload:
 
     def fill_homes(self, homes: tuple[HomeStatus, ...]) -> tuple[HomeStatus, ...]:
         """Return the homes with the bytes of payload of each."""
-        if not homes:
-            return homes
-        nbytes: dict[int, int] = {}
+        nbytes = Counter[int]()
         for segment, used in self.index.bytes_by_segment().items():
-            where = home_of(segment)
-            nbytes[where.home] = nbytes.get(where.home, 0) + used
-        return tuple(msgspec.structs.replace(each, payload_bytes=nbytes.get(each.home, 0)) for each in homes)
+            nbytes[home_of(segment).home] += used
+        return tuple(msgspec.structs.replace(each, payload_bytes=nbytes[each.home]) for each in homes)
 
     def close(self) -> None:
         """Read the steps not read by listeners yet, and unmap all segments."""
@@ -315,8 +307,7 @@ class Payload:
             step.now()
         if self._homes is not None:
             self._homes.close()
-        if self._arena is not None:
-            self._arena.close(unlink=False)
+        self._arena.close(unlink=False)
         self._mapper.close()
 
 

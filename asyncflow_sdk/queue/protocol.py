@@ -170,8 +170,8 @@ class LedgerCatalog(HomeCatalog):
         homes = []
         for each in self._send(cmd.GetHomes()).homes:
             offer = msgspec.structs.asdict(each.offer) | ({} if each.unit >= 0 else {"address": ""})
-            homes.append({**offer, "home": each.number, "epoch": each.epoch, "lost": each.lost})
-        return msgspec.convert(homes, tuple[StorageHome, ...])
+            homes.append(StorageHome(**offer, home=each.number, epoch=each.epoch, lost=each.lost))
+        return tuple(homes)
 
     def needed(self, home: int, epoch: int) -> tuple[Set[str], Set[int]]:
         found = self._send(NeededRequest(home, epoch))

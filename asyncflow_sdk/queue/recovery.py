@@ -8,7 +8,9 @@ A run served with ``history`` is replayed from its beginning, any other from its
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +26,7 @@ from ..ledger.commands import Ids
 from ..wire import Server
 from . import snapshot
 from .call_executor import CallExecutor
-from .journal import JournalReader, Record, RequestRecord, SessionEndRecord, boot
+from .journal import JournalHead, JournalReader, Record, RequestRecord, SessionEndRecord, boot
 from .journal_directory import JournalDirectory, read_snapshot
 from .listeners import Listeners
 from .payload import Payload
@@ -135,8 +137,9 @@ def replay(directory: str | Path, on_milestone: Callable[[Milestone], None] | No
 
     ``on_milestone`` is called with each milestone: the beginning, new sessions, checkpoints,
     resumed trainers, ended sessions, and the end. Raises ConfigError if the directory cannot be replayed."""
-    parts = _parts(Path(directory))
-    first, _ = read_snapshot(parts[0][0])
+    journals = _journals(Path(directory))
+    opened = next(journals)
+    first = opened[0]
     listeners, ledger = Listeners(None, None, None), Ledger()
     memory = Path(first.directory)
     payload = Payload(ledger.state, Path(first.rows or memory), memory, synced=False)
@@ -158,11 +161,9 @@ def replay(directory: str | Path, on_milestone: Callable[[Milestone], None] | No
     records = differing = torn = 0
     now, incomplete = first.now, False
     try:
-        for number, (snapshot_path, journal) in enumerate(parts):
-            head, state = read_snapshot(snapshot_path)
+        for head, state, recorded in itertools.chain([opened], journals):
             executor.restore(state)
-            add("begins" if not number else "continues after a snapshot", head.now)
-            recorded = JournalReader(journal, head.run)
+            add("begins" if head is first else "continues after a snapshot", head.now)
             others, now = executor.replay(recorded, head.now, lambda record: add(_milestone(record), record.now))
             records, differing = records + recorded.records, differing + others
             torn, incomplete = recorded.torn_bytes, incomplete or recorded.incomplete
@@ -184,7 +185,6 @@ def digest_of(ledger: Ledger) -> str:
 
 
 def _milestone(record: Record) -> str:
-    """Return the text of a milestone; "" for other records."""
     if isinstance(record, SessionEndRecord):
         return f"session {record.session} is gone ({record.reason})"
     command = decode_call(record.body).command if isinstance(record, RequestRecord) else None
@@ -197,8 +197,26 @@ def _milestone(record: Record) -> str:
     return ""
 
 
-def _parts(directory: Path) -> list[tuple[Path, Path]]:
-    """Return the snapshots of the directory's newest run with their journals, in order."""
+def _journals(directory: Path) -> Iterator[tuple[JournalHead, bytes, JournalReader]]:
+    """Yield head and state of each snapshot of the newest run with the journal after it, in order. A live server may
+    replace and move the files meanwhile."""
+    last = ""
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            path, journal = next((pair for pair in _snapshots(directory) if pair[0].name > last), (None, directory))
+            if path is None:
+                break
+            head, state = read_snapshot(path)
+            reader, last = JournalReader(journal, head.run), path.name
+            yield head, state, reader
+    if not last:
+        raise ConfigError(
+            f"{directory} holds no journal: its run is over, or had none; serve a run with"
+            ' durability="process" and history=True to replay it later'
+        )
+
+
+def _snapshots(directory: Path) -> list[tuple[Path, Path]]:
     home = directory / "journal" if (directory / "journal").is_dir() else directory
     found = sorted(home.glob("snapshot-??????"))
     if found:
@@ -206,10 +224,4 @@ def _parts(directory: Path) -> list[tuple[Path, Path]]:
     elif runs := sorted(home.glob("history/*/"), key=lambda path: path.stat().st_mtime_ns):
         found = sorted(runs[-1].glob("snapshot-??????"))
     pairs = [(path, path.with_name(path.name.replace("snapshot", "journal"))) for path in found]
-    pairs = [pair for pair in pairs if pair[1].exists()]
-    if not pairs:
-        raise ConfigError(
-            f"{directory} holds no journal: its run is over, or had none; serve a run with"
-            ' durability="process" and history=True to replay it later'
-        )
-    return pairs
+    return [pair for pair in pairs if pair[1].exists()]

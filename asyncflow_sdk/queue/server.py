@@ -27,38 +27,22 @@ from ..types import events as ev
 from ..types.config import LOCAL, Store
 from ..types.reports import ParkedStatus
 from ..wire import MAX_BYTES, KeyPair, Server, has_ended, offer_key, own_key, process_key, rotated
+from . import protocol
 from .call_executor import CallExecutor
 from .journal import DISK_RETRY_S, DropRecord, Record, RequestRecord, SessionEndRecord, TickRecord
 from .journal_directory import JournalDirectory
 from .listeners import Listeners
 from .payload import IncomingBlock, Payload
-from .protocol import (
-    UNRECORDED,
-    Call,
-    CallResult,
-    ClientHello,
-    CurrentKey,
-    KeyRequest,
-    LedgerCatalog,
-    MemberQuery,
-    Members,
-    RotateKey,
-    Welcome,
-    decode_call,
-    decode_result,
-    encode,
-    failure,
-)
 from .recovery import Recovered, recover
 from .stores.fetch import DECODE_ERRORS, FetchRequest, Needed, NeededRequest
 from .stores.homes import HomeId
 from .stores.local import make_store
 
 STATUS_EVERY_S = 1.0
-GUARDED = frozenset({ClientHello, cmd.OpenHome, cmd.AddCheckpoint})
+GUARDED = frozenset({protocol.ClientHello, cmd.OpenHome, cmd.AddCheckpoint})
 """Commands to be refused, or held, before they are recorded."""
 MOST_REASONS = 1024
-READ_ONLY = UNRECORDED | {
+READ_ONLY = protocol.UNRECORDED | {
     cmd.GetAudit, cmd.GetFailed, cmd.GetStatus, cmd.GetTrainingPosition, cmd.GetPut, cmd.GetRestoreTarget, cmd.GetHomes,
 }  # fmt: skip
 """Commands that change nothing. They are not recorded."""
@@ -130,14 +114,18 @@ class QueueServer:
             make_policy=functools.partial(make_policy, own=policies),
         )
         self._payload = Payload(self._ledger.state, self.rows, path, synced=self.durability == "host")
-        welcome = Welcome(0, str(path), __version__, self.durability, "" if rows is None else str(rows))
+        welcome = protocol.Welcome(0, str(path), __version__, self.durability, "" if rows is None else str(rows))
         self._executor = CallExecutor(self._ledger, self._payload, self._listeners, welcome, self._wire)
         self._clock, self._clients = self._executor.clock, self._executor.clients
         self._wire.limiter.on_note(self._note)
         if self.directory.warning:
             self._note(self.directory.warning, "warning")
+        self.recovered: Recovered | None = None
         try:
-            self.recovered = self._recover()
+            if files is not None:
+                self.recovered = recover(files, self._executor)
+                files.begin(self._executor.encode(), path, self._clock())
+                self._ledger.state.context.log.begin()
             self._ledger.staleness.check_available()
             if self._store.kind == LOCAL and self._ledger.state.homes.by_number:
                 raise ConfigError(
@@ -151,12 +139,11 @@ class QueueServer:
         if self.recovered is not None:
             self._note(str(self.recovered), self.recovered.level)
         for session, client in list(self._clients.by_session.items()):
-            if has_ended(
-                client.hello.pid, client.hello.pid_key
-            ):  # with its server, for example when a whole run is killed
-                self.gone(session, f"process {client.hello.pid} ended while no server was running", blame=False)
+            pid, pid_key = client.hello.pid, client.hello.pid_key
+            if has_ended(pid, pid_key):  # with its server, for example when a whole run is killed
+                self.gone(session, f"process {pid} ended while no server was running", blame=False)
             else:
-                self._wire.watch(session, client.hello.pid, client.hello.pid_key)
+                self._wire.watch(session, pid, pid_key)
                 self._wire.bind(session, *(() if keys is None else keys.server.clients), "", client.hello.public)
         if self._store.kind != LOCAL:
             self._payload.read_homes_by(self._open_home_reader())
@@ -190,15 +177,6 @@ class QueueServer:
         offer_key(self.directory.path, server.addresses, run, bound=True)
         return server
 
-    def _recover(self) -> Recovered | None:
-        """Restore the state of the last server, and begin to record. Return None for a new run."""
-        if self._files is None:
-            return None
-        found = recover(self._files, self._executor)
-        self._files.begin(self._executor.encode(), self.directory.path, self._clock())
-        self._ledger.state.context.log.begin()
-        return found
-
     def _close_directories(self, *, over: bool) -> None:
         """``over``: remove the run's memory and journal."""
         self.directory.close(keep=self._files is not None and self._files.head is not None and not over)
@@ -207,7 +185,7 @@ class QueueServer:
 
     def _open_home_reader(self) -> PayloadStore:
         """Return the store by which this process reads rows of other homes for its listeners."""
-        catalog = LedgerCatalog(lambda command: self._ledger.state.homes.listed())  # the only one asked for here
+        catalog = protocol.LedgerCatalog(lambda command: self._ledger.state.homes.listed())
         context = StoreContext(
             run=self.directory.path.name, session=0, rows=self.rows, check_size=lambda nbytes: None, homes=catalog,
             key=self._key,
@@ -224,9 +202,8 @@ class QueueServer:
         self._payload.close()
         over = self._is_over()
         if self._files is not None and not over:
-            live = self._ledger.audit().live
-            text = f"{live} live rows are kept for the next server of this run; to discard them, remove"
-            self._note(f"{text} {self._files.path}", "info")
+            text = f"{self._ledger.audit().live} live rows are kept for the next server of this run"
+            self._note(f"{text}; to discard them, remove {self._files.path}", "info")
         self._close_directories(over=over)
         self._listeners.close()
 
@@ -246,7 +223,7 @@ class QueueServer:
         """Handle a call."""
         known = session in self._clients.by_session
         try:
-            call = decode_call(body)
+            call = protocol.decode_call(body)
         except DECODE_ERRORS as error:
             self._reply(ticket, ProtocolError(f"the server cannot read this call: {error}"))
         else:
@@ -254,7 +231,7 @@ class QueueServer:
             kind = type(command)
             for event in call.events if known else ():
                 self._listeners.event(event)
-            if not known and kind is not ClientHello:
+            if not known and kind is not protocol.ClientHello:
                 why = self._ended.get(session, "its process has ended")
                 self._reply(ticket, ProtocolError(f"unknown session: send hello first, or {why}"))
             elif kind in READ_ONLY and call.then is None:
@@ -273,8 +250,8 @@ class QueueServer:
 
     def make(self, body: bytes) -> tuple[bytes, Sequence[Any]]:
         """Complete a result when it is sent: a welcome with this process and its store, a lease with its columns."""
-        answer = decode_result(body)
-        if not isinstance(answer.reply, Welcome):
+        answer = protocol.decode_result(body)
+        if not isinstance(answer.reply, protocol.Welcome):
             return self._payload.inline(answer)
         owner, pid = os.stat(self.directory.path / "owner"), os.getpid()
         remote = tuple(each for each in self.addresses if each.startswith("tcp://"))
@@ -282,7 +259,7 @@ class QueueServer:
             answer.reply, owner=(owner.st_dev, owner.st_ino), pid=pid, pid_key=process_key(pid),
             max_bytes=self._wire.max_bytes, addresses=remote, store=self._store.kind, store_options=dict(self._store.options),
         )  # fmt: skip
-        return encode(msgspec.structs.replace(answer, reply=reply)), ()
+        return protocol.encode(msgspec.structs.replace(answer, reply=reply)), ()
 
     def dropped(self, session: str, seq: int, ticket: int, answer: bytes | None) -> None:
         """Undo a cancelled call. ``answer``: its unread answer; None if there is none yet."""
@@ -370,11 +347,11 @@ class QueueServer:
 
     # ---- requests
 
-    def _admit(self, request: RequestRecord, call: Call) -> bool:
+    def _admit(self, request: RequestRecord, call: protocol.Call) -> bool:
         """Return False for a call refused or held by this server."""
         command, session = call.command, request.session
         try:
-            if isinstance(command, ClientHello):
+            if isinstance(command, protocol.ClientHello):
                 self._check_client(session)
             elif isinstance(command, cmd.OpenHome):
                 if (store := command.offer.store) != self._store.kind:
@@ -388,7 +365,7 @@ class QueueServer:
             return False
         return True
 
-    def _hold_checkpoint(self, request: RequestRecord, call: Call) -> None:
+    def _hold_checkpoint(self, request: RequestRecord, call: protocol.Call) -> None:
         """Execute a checkpoint once ``on_final`` has returned. It may read rows of other hosts, and this
         thread must not wait for them."""
         command = call.command
@@ -409,7 +386,7 @@ class QueueServer:
         threading.Thread(target=call_listener, name="final", daemon=True).start()
 
     def _execute(
-        self, request: RequestRecord, call: Call, payload: IncomingBlock | AsyncFlowError | None = None
+        self, request: RequestRecord, call: protocol.Call, payload: IncomingBlock | AsyncFlowError | None = None
     ) -> None:
         """Execute and record a request. Refuse it, with no effect, if the disk is full."""
         session, ticket = request.session, request.ticket
@@ -418,7 +395,7 @@ class QueueServer:
                 self._files.journal.reserve(len(request.body), type(call.command))
             if payload is not None or call.payload is not None:
                 call = self._payload.store(call, payload)
-                request = msgspec.structs.replace(request, body=encode(call))
+                request = msgspec.structs.replace(request, body=protocol.encode(call))
         except AsyncFlowError as error:
             if isinstance(payload, IncomingBlock) and isinstance(error, MemoryFull):
                 payload.release()
@@ -448,7 +425,7 @@ class QueueServer:
         if key and self._keys is not None and key not in self._keys.server.clients and not self._executor.admits(key):
             raise AccessDenied("the key of this client is accepted no more; ask for the run's new run.key")
 
-    def _rotate_key(self, command: RotateKey) -> CurrentKey:
+    def _rotate_key(self, command: protocol.RotateKey) -> protocol.CurrentKey:
         """End the evicted sessions, and replace the key for new clients, even if it cannot be saved.
         Raises ConfigError, before anything is changed."""
         sessions = {number: session for session, number in self._clients.numbers().items()}
@@ -474,7 +451,7 @@ class QueueServer:
                 self._note(f"the new key was not saved: {unsaved}", "warning")
         for number in command.evict:
             self.gone(sessions[number], command.reason)
-        return CurrentKey(None if self._keys is None else self._keys.run, unsaved)
+        return protocol.CurrentKey(None if self._keys is None else self._keys.run, unsaved)
 
     # ---- read-only requests
 
@@ -486,12 +463,12 @@ class QueueServer:
             return
         try:
             match command:
-                case MemberQuery():
+                case protocol.MemberQuery():
                     known = {self._key.public, *self._clients.public_keys()}
-                    reply = Members(tuple(key for key in command.keys if key in known))
-                case KeyRequest():
-                    reply = CurrentKey(None if self._keys is None else self._keys.run)
-                case RotateKey():
+                    reply = protocol.Members(tuple(key for key in command.keys if key in known))
+                case protocol.KeyRequest():
+                    reply = protocol.CurrentKey(None if self._keys is None else self._keys.run)
+                case protocol.RotateKey():
                     reply = self._rotate_key(command)
                 case NeededRequest():
                     segments = self._payload.needed(HomeId(command.home, command.epoch))
@@ -507,9 +484,9 @@ class QueueServer:
     def _reply(self, ticket: int, reply: Any, freed: bytes = b"") -> None:
         """Answer a call without a record, even if the journal cannot be written. ``freed``: the serial of its
         payload."""
-        error = failure(reply) if isinstance(reply, AsyncFlowError) else None
-        result = CallResult(reply, freed=freed) if error is None else CallResult(error=error, freed=freed)
-        self._wire.answer(ticket, encode(result), recorded=False)
+        failed = isinstance(reply, AsyncFlowError)
+        fields: dict[str, Any] = {"error": protocol.failure(reply)} if failed else {"reply": reply}
+        self._wire.answer(ticket, protocol.encode(protocol.CallResult(**fields, freed=freed)), recorded=False)
 
     # ---- status
 
@@ -521,10 +498,7 @@ class QueueServer:
             return reply
         known = {client.number: client.hello for client in self._clients.by_session.values()}
         sessions = tuple(
-            msgspec.structs.replace(each, pid=known[each.id].pid, host=known[each.id].host)
-            if each.id in known
-            else each
-            for each in reply.sessions
+            msgspec.structs.replace(each, pid=known[each.id].pid, host=known[each.id].host) for each in reply.sessions
         )
         return msgspec.structs.replace(
             self._add_held(reply), sessions=sessions, homes=self._payload.fill_homes(reply.homes),

@@ -9,22 +9,24 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable
 
 import msgspec
 
 from ..errors import AsyncFlowError, ProtocolError
-from ..interfaces.store import HomeCatalog, HomeOffer, StorageHome
+from ..interfaces.store import HomeOffer
 from ..wire import Member, RunKey, own_address
 from .connection import Connection
+from .protocol import LedgerCatalog
 from .stores.unit import BEAT_S, StorageUnit, UnitConfig, remove_unit_log
 
 
-class UnitCatalog(HomeCatalog):
+class UnitCatalog(LedgerCatalog):
     """The catalog of a run, for its unit. ``connection``: opened again after the server has ended its
     session, because the unit was silent for too long. Not thread-safe."""
 
     def __init__(self, config: UnitConfig) -> None:
+        super().__init__(lambda command: self.connection.ask(command))
         self._config = config
         self.connection = self._connect(config.key)
 
@@ -38,17 +40,11 @@ class UnitCatalog(HomeCatalog):
 
     def open(self, offer: HomeOffer) -> tuple[int, int]:
         try:
-            return self.connection.homes().open(offer)
+            return super().open(offer)
         except ProtocolError:  # its session is unknown now; its key is accepted while its home waits
             ended, self.connection = self.connection, self._connect(self.connection.wire.key)
             ended.close(ended=True)
-            return self.connection.homes().open(offer)
-
-    def homes(self) -> Sequence[StorageHome]:
-        return self.connection.homes().homes()
-
-    def needed(self, home: int, epoch: int) -> tuple[Set[str], Set[int]]:
-        return self.connection.homes().needed(home, epoch)
+            return super().open(offer)
 
 
 def run_unit(

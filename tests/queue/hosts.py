@@ -4,8 +4,9 @@ memory of their host only."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ from children import Child, hear, say
 
 import asyncflow_sdk as af
 from asyncflow_sdk.interfaces import TransferQueue
-from asyncflow_sdk.interfaces.store import HomeCatalog, HomeOffer, StorageHome, StoreContext, StoredBlock
+from asyncflow_sdk.interfaces.store import HomeCatalog, StorageHome, StoreContext, StoredBlock
+from asyncflow_sdk.memory import HomeDirectory
 from asyncflow_sdk.queue import Connection, open_queue
 from asyncflow_sdk.queue.block_index import BlockIndex
+from asyncflow_sdk.queue.protocol import LedgerCatalog
+from asyncflow_sdk.queue.stores import unit as unit_module
 from asyncflow_sdk.queue.stores.blocks import pack_columns
 from asyncflow_sdk.queue.stores.hosts import HostsStore
 from asyncflow_sdk.queue.stores.unit import StorageUnit, UnitConfig
@@ -33,30 +37,26 @@ def serve_home(address: str, key: str, name: str, base: str) -> None:
     threading.Thread(target=lambda: (hear(), stop.set()), daemon=True).start()
     catalog = UnitCatalog(UnitConfig(address, key=RunKey.load(key) if key else None, insecure=not key))
     connection = catalog.connection
-    place = {"name": name, "host": "127.0.0.1", "base": Path(base)}
-    unit = StorageUnit(catalog, connection.run, member=catalog.member if key else None, **place)
+    unit_module.HomeDirectory = functools.partial(HomeDirectory, base=Path(base))
+    member = catalog.member if key else None
+    unit = StorageUnit(catalog, connection.run, name=name, host="127.0.0.1", member=member)
     say("serves")
     unit.serve(lambda: catalog.connection.wire.server_closed, stop, beat_s=0.05)
     unit.close(keep=not stop.is_set())
 
 
-class HostView(HomeCatalog):
+class HostView(LedgerCatalog):
     """The homes as one host sees them: directories of other hosts are not there."""
 
-    def __init__(self, registry: HomeCatalog, host: str) -> None:
-        self.registry, self.host = registry, host
+    def __init__(self, client: Connection, host: str) -> None:
+        super().__init__(client.ask)
+        self.host = host
 
     def homes(self) -> Sequence[StorageHome]:
         return [
             home if home.name == self.host else msgspec.structs.replace(home, directory=f"/elsewhere{home.directory}")
-            for home in self.registry.homes()
+            for home in super().homes()
         ]
-
-    def open(self, offer: HomeOffer) -> tuple[int, int]:
-        return self.registry.open(offer)
-
-    def needed(self, home: int, epoch: int) -> tuple[Set[str], Set[int]]:
-        return self.registry.needed(home, epoch)
 
 
 class HostClient(Connection):
@@ -67,7 +67,7 @@ class HostClient(Connection):
         super().__init__(run.address, f"client on {host}", **options)
 
     def homes(self) -> HomeCatalog:
-        return HostView(super().homes(), self.host)
+        return HostView(self, self.host)
 
 
 class Cluster:

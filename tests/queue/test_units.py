@@ -114,6 +114,7 @@ def test_a_run_with_one_home_opens_no_others() -> None:
 # ---- starting
 
 
+PROGRAM = "asyncflow_sdk.queue.stores.unit.PROGRAM"
 STARTED = """
 import sys, os, time, pathlib
 folder = pathlib.Path({folder!r})
@@ -134,12 +135,14 @@ def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "run"
 
 
-def test_workers_that_start_at_the_same_time_start_one_unit(tmp_path: Path, name: str) -> None:
-    program = ("-c", STARTED.format(folder=str(tmp_path)))
+def test_workers_that_start_at_the_same_time_start_one_unit(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PROGRAM, ("-c", STARTED.format(folder=str(tmp_path))))
     config = UnitConfig("tcp://127.0.0.1:1", name="n")
 
     def work(number: int) -> Any:
-        return ensure_unit(name, config, (tmp_path / "open").exists, program=program)
+        return ensure_unit(name, config, (tmp_path / "open").exists)
 
     in_threads(4, work)
     (pid,) = started(tmp_path)
@@ -151,12 +154,14 @@ def test_workers_that_start_at_the_same_time_start_one_unit(tmp_path: Path, name
         os.kill(pid, signal.SIGKILL)
 
 
-def test_a_unit_that_cannot_start_says_why(tmp_path: Path, name: str) -> None:
+def test_a_unit_that_cannot_start_says_why(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = UnitConfig("tcp://127.0.0.1:1")
+    monkeypatch.setattr(PROGRAM, ("-c", "print('no such luck'); raise SystemExit(3)"))
     with pytest.raises(DeadlineExceeded, match="ended with 3; its log, .*, ends: no such luck"):
-        ensure_unit(name, config, lambda: False, program=("-c", "print('no such luck'); raise SystemExit(3)"))
+        ensure_unit(name, config, lambda: False)
+    monkeypatch.setattr(PROGRAM, ("-c", STARTED.format(folder=str(tmp_path))))
     with pytest.raises(DeadlineExceeded, match="did not open its home"):
-        ensure_unit(name, config, lambda: False, program=("-c", STARTED.format(folder=str(tmp_path))), timeout_s=0.5)
+        ensure_unit(name, config, lambda: False, timeout_s=0.5)
     for pid in started(tmp_path):
         until(lambda pid=pid: not Path(f"/proc/{pid}/cmdline").exists(), "its end")  # type: ignore[misc]
 

@@ -128,7 +128,9 @@ class KnownHomes:
         return sorted(live, key=lambda each: each.owner != this_host())
 
     def is_here(self) -> bool:
-        """True if this host has a live home with a unit, or with memory visible to this process."""
+        """Read the homes again. Return True if this host has a live one with a unit, or with memory visible to this
+        process. Raises ServerLost."""
+        self.refresh()
         return bool(self.visible()) or any(each.owner == this_host() for each in self.served())
 
     def sees(self, home: StorageHome) -> bool:

@@ -30,7 +30,8 @@ _log = logging.getLogger(__name__)
 
 
 class HostsStore(PayloadStore):
-    """``fetch_s``: longest wait for rows of another host. Raises ConfigError. See ``PayloadStore``."""
+    """``fetch_s``: longest wait for rows of another host. ``home``: the home that is written to; None before the first
+    write, and without visible memory. Raises ConfigError. See ``PayloadStore``."""
 
     may_wait = True
 
@@ -50,21 +51,16 @@ class HostsStore(PayloadStore):
         self._fetcher = HomeFetcher(self._homes, context.key, context.fetch, timeout_s=fetch_s)
         self._inline = InlineStore(context.check_size)
         self._stores: dict[HomeId, SharedStore] = {}  # the newest is written to; the others still have blocks
-        self._own: HomeId | None = None
+        self.home: HomeId | None = None
         self._next_try_s = 0.0  # without visible memory: when to look for it again
         self._lock = threading.Lock()
         if context.start_unit is not None:  # now, and not in an event loop's first write
             self._find_memory()
 
-    @property
-    def home(self) -> HomeId | None:
-        """The home that is written to; None before the first write, and without visible memory."""
-        return self._own
-
     # ---- writing
 
     def write(self, columns: Mapping[str, Column], *, copy: bool, grow: bool = True) -> StoredBlock:
-        own = self._own
+        own = self.home
         store = self._find_memory() if own is None else self._stores[own]
         try:
             return store.write(columns, copy=copy, grow=grow)
@@ -96,11 +92,11 @@ class HostsStore(PayloadStore):
     def _find_memory(self, but: HomeId | None = None) -> SharedStore | InlineStore:
         """Choose the home to write to. ``but``: the home that is lost."""
         with self._lock:
-            if self._own is not None and self._own != but:
-                return self._stores[self._own]
+            if self.home is not None and self.home != but:
+                return self._stores[self.home]
             if but is not None:
                 self._homes.forget_directory(but)
-            self._own = None
+            self.home = None
             if but is None and time.monotonic() < self._next_try_s:
                 return self._inline
             where, directory = self._visible_memory(but)
@@ -109,7 +105,7 @@ class HostsStore(PayloadStore):
                 return self._inline
             if where not in self._stores:
                 self._stores[where] = SharedStore(directory, segment_prefix(where, self._context.session))
-            self._own = where
+            self.home = where
             return self._stores[where]
 
     def _visible_memory(self, but: HomeId | None) -> tuple[HomeId, Path | None]:
@@ -174,5 +170,4 @@ class HostsStore(PayloadStore):
         return self._context.rows if where == SERVER_MEMORY else self._homes.directory(where)
 
     def _remote_home(self, segment: str) -> HomeId | None:
-        """Return the home of a segment; None for all homes with visible memory."""
         return None if self._directory_of(segment) is not None else home_of(segment)

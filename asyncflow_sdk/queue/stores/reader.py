@@ -205,7 +205,6 @@ def gather(
 
 
 def _table(slices: BlockSlices, blocks: Ints, parts: list[tuple[MappedSegment, Any]], wanted: list[Kind]) -> Ints:
-    """Return the tables of the blocks: (blocks, columns, 3)."""
     out = np.empty((len(blocks), len(wanted), 3), np.int64)
     fields = np.frombuffer(slices.fields, np.int32).astype(np.int64).reshape(-1, len(wanted))
     for segment, mine in parts:

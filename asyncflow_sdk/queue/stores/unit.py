@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -54,7 +54,7 @@ class StorageUnit(HomeUnit):
 
     ``name``: of the home, unique in the run. ``host``: the IP address at which others reach this host. ``listen``: an
     address; default: a free port of ``host``. ``member``: this process in the run, to admit its other members; None:
-    without keys, everyone is admitted. ``base``: see ``HomeDirectory``. Raises ConfigError, ServerLost.
+    without keys, everyone is admitted. Raises ConfigError, ServerLost.
     """
 
     where: HomeId
@@ -68,10 +68,9 @@ class StorageUnit(HomeUnit):
         host: str,
         member: Member | None,
         listen: str | None = None,
-        base: Path | None = None,
     ) -> None:
         self._catalog = catalog
-        self._directory = HomeDirectory(run, base)
+        self._directory = HomeDirectory(run)
         self.directory = self._directory.path
         self._mapper = Mapper(self.directory)
         self._reader = ColumnReader(self._mapper)
@@ -160,11 +159,11 @@ class StorageUnit(HomeUnit):
         assert self._service is not None
         try:
             reply, frames = make()
-        except AsyncFlowError as error:
-            self._service.fail(ticket, error)
         except Exception as error:  # one request must not end the unit
-            _log.exception("a storage unit failed at a request")
-            self._service.fail(ticket, ProtocolError(f"the storage unit failed at this request: {error!r}"))
+            if not isinstance(error, AsyncFlowError):
+                _log.exception("a storage unit failed at a request")
+                error = ProtocolError(f"the storage unit failed at this request: {error!r}")
+            self._service.fail(ticket, error)
         else:
             self._service.answer(ticket, encode(reply), frames)
 
@@ -183,14 +182,7 @@ class UnitConfig(msgspec.Struct, frozen=True):
     listen: str | None = None
 
 
-def ensure_unit(
-    run: str,
-    config: UnitConfig,
-    is_open: Callable[[], bool],
-    *,
-    program: Sequence[str] = PROGRAM,
-    timeout_s: float = START_S,
-) -> None:
+def ensure_unit(run: str, config: UnitConfig, is_open: Callable[[], bool], *, timeout_s: float = START_S) -> None:
     """Return once ``is_open`` is true. Else start a unit first, in a session of its own: it outlives this process.
     Workers of one host may start at the same time: the holder of a lock on a file starts the unit, and the others
     wait. Raises DeadlineExceeded, with the end of the unit's output; the errors of ``is_open``."""
@@ -201,7 +193,7 @@ def ensure_unit(
             return
         with open(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as output:
             process = subprocess.Popen(
-                [sys.executable, *program], stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
+                [sys.executable, *PROGRAM], stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
         assert process.stdin is not None

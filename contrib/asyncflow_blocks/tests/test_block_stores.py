@@ -42,10 +42,8 @@ class Catalog(HomeCatalog):
         known = self.by_number.get(number)
         same = known is not None and not known.lost and self.identities[number] == offer.identity
         epoch = 1 if known is None else known.epoch if same else known.epoch + 1
-        self.by_number[number] = StorageHome(
-            home=number, epoch=epoch, name=offer.name, address=offer.address, key=offer.key,
-            directory=offer.directory, owner=offer.owner,
-        )  # fmt: skip
+        listed = msgspec.structs.asdict(offer) | {"identity": ""}
+        self.by_number[number] = StorageHome(**listed, home=number, epoch=epoch)
         self.identities[number] = offer.identity
         return number, epoch
 
