@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from .algorithms import Overlong as Overlong
     from .algorithms import PolicyGradient as PolicyGradient
     from .algorithms import dynamic_sampling as dynamic_sampling
+    from .cli.live_view import LiveView as LiveView
     from .cli.report.page import write_report as write_report
-    from .cli.screens.live_view import LiveView as LiveView
     from .errors import AccessDenied as AccessDenied
     from .errors import AsyncFlowError as AsyncFlowError
     from .errors import ConfigError as ConfigError
@@ -112,7 +112,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "algorithms": "CISPO DAPO GRPO GSPO KL PPO Critic DrGRPO OffPolicy Overlong PolicyGradient dynamic_sampling",
-    "cli.screens.live_view": "LiveView",
+    "cli.live_view": "LiveView",
     "cli.report.page": "write_report",
     "errors": (
         "AccessDenied AsyncFlowError ConfigError DeadlineExceeded DigestMismatch Ended EngineError EngineGone "

@@ -15,8 +15,8 @@ import typer
 import asyncflow_sdk
 from asyncflow_sdk import algorithms, errors, interfaces, plugins, queue, service, testing, types, weights, workflow
 from asyncflow_sdk.cli.app import app
+from asyncflow_sdk.cli.live_view import LiveView
 from asyncflow_sdk.cli.report.page import write_report
-from asyncflow_sdk.cli.screens.live_view import LiveView
 from asyncflow_sdk.queue.recovery import replay
 
 PAGE = Path(__file__).parent / "reference.md"

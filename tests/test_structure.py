@@ -31,7 +31,7 @@ NOTE = re.compile(r"``[\w*., `]+``: +(of|its|their|by|as|for|in|to|from|with|at|
 MAX_SIZE = {  # lines, files
     "asyncflow_sdk": (643, 5),
     "asyncflow_sdk/algorithms": (701, 6),
-    "asyncflow_sdk/cli": (5_855, 46),
+    "asyncflow_sdk/cli": (5_196, 31),
     "asyncflow_sdk/interfaces": (1_998, 13),
     "asyncflow_sdk/ledger": (7_518, 28),
     "asyncflow_sdk/memory": (1_446, 6),

@@ -6,22 +6,25 @@ traceback. Each command imports its own modules when it runs: ``asyncflow --help
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import logging
+import threading
 import time
 import traceback
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
+import msgspec
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.text import Text
 from typer.core import TyperGroup
 
 from ..errors import AsyncFlowError, ConfigError, Interrupted, PluginError, WorkerFailed
 from ..types.config import LOCAL, Store
-from ..types.defaults import CAPACITY_ROWS, CHECK_S, GROUP_SIZE, HOME_SILENCE_S, MAX_STALENESS
+from ..types.defaults import CALL_S, CAPACITY_ROWS, CHECK_S, GROUP_SIZE, HOME_SILENCE_S, MAX_STALENESS
 from .new_plugin import new_plugin
 from .options import (
     Debug,
@@ -31,14 +34,17 @@ from .options import (
     MaybeText,
     NoPlugin,
     Queue,
+    RunDir,
     Texts,
+    changed_texts,
     changed_values,
     named_options,
     one_name_each,
     option,
     repeatable,
-)  # fmt: skip
-from .signals import raise_on_interrupt
+    say,
+)
+from .signals import raise_on_interrupt, stop_as_interrupt
 from .worker_command import worker
 
 _INSTALL_TORCH = "pip install 'asyncflow-sdk[torch]'"
@@ -154,7 +160,7 @@ def demo(
     ] = None,
     no_plugin: NoPlugin = None,
     debug: Debug = False,
-) -> None:  # fmt: skip
+) -> None:
     """Train a small model on this machine, live, and write a report."""
     out = out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -167,13 +173,10 @@ def demo(
             f" install them with: {_INSTALL_TORCH}"
         ) from error
     by = (algorithm, named_options(algorithm_options, "--algorithm-option"))
-    raise typer.Exit(
-        module.run_demo(
-            out, steps, seed, max_staleness, model, Console(), staleness_policy, rollout, python,
-            named_options(options, "--option"), train, world_size, train_python,
-            named_options(train_options, "--train-option"), by,
-        )
-    )  # fmt: skip
+    generates = (rollout, python, named_options(options, "--option"))
+    trains = (train, world_size, train_python, named_options(train_options, "--train-option"), by)
+    first = (out, steps, seed, max_staleness, model, Console(), staleness_policy)
+    raise typer.Exit(module.run_demo(*first, *generates, *trains))
 
 
 @app.command()
@@ -185,20 +188,22 @@ def run(
     ] = None,
     only_print: Annotated[bool, option("Print the resolved workflow; start nothing.", "", "--print")] = False,
     as_mermaid: Annotated[bool, option("Print the dataflow as Mermaid; start nothing.", "", "--mermaid")] = False,
-    changes: Annotated[Texts, repeatable("Change a value, for example train.learning_rate=1e-5.", "KEY=VALUE", "--set")] = None,
+    changes: Annotated[
+        Texts, repeatable("Change a value, for example train.learning_rate=1e-5.", "KEY=VALUE", "--set")
+    ] = None,
     address: Annotated[
         MaybeText, option("Address for workers of other hosts, for example tcp://0.0.0.0:7000; with keys.")
     ] = None,
     advertise: Annotated[MaybeText, option("Name or IP address of this host for others.", "HOST")] = None,
     no_plugin: NoPlugin = None,
     debug: Debug = False,
-) -> None:  # fmt: skip
+) -> None:
     """Run the workflow in a TOML file, live, and write a report."""
     from .run_command import run_file
 
     given = {"address": address, "advertise": advertise}
-    changes = [*(changes or []), *(f"{name}={value}" for name, value in given.items() if value is not None)]
-    run_file(file, out, changes, "mermaid" if as_mermaid else "text" if only_print else "", Console())
+    texts = {**changed_texts(changes), **{name: value for name, value in given.items() if value is not None}}
+    run_file(file, out, texts, "mermaid" if as_mermaid else "text" if only_print else "", Console())
 
 
 @app.command()
@@ -236,21 +241,26 @@ def serve(
     track: Annotated[Texts, repeatable("Tracker of the run.", "NAME")] = None,
     no_plugin: NoPlugin = None,
     debug: Debug = False,
-) -> None:  # fmt: skip
+) -> None:
     """Serve a run for workers started by hand, and print their commands.
 
     Ctrl-C ends it.
     """
     from .serve_command import serve_run
 
-    feed: dict[str, Any] | None = None
-    if prompts is not None:
-        feed = {"prompts": prompts, "group_size": group_size, "column": column, "epochs": epochs, "seed": seed}
-    serve_run(
-        directory, address, Console(), feed, insecure=insecure, steps=steps, max_staleness=max_staleness,
-        staleness_policy=staleness_policy, capacity_rows=capacity_rows, durability=durability, track=track or [],
-        store=Store(kind=store, silence_s=home_silence, options=named_options(store_options, "--store-option")),
-    )  # fmt: skip
+    feed = {"prompts": prompts, "group_size": group_size, "column": column, "epochs": epochs, "seed": seed}
+    options = {
+        "address": address,
+        "insecure": insecure,
+        "steps": steps,
+        "max_staleness": max_staleness,
+        "staleness_policy": staleness_policy,
+        "capacity_rows": capacity_rows,
+        "durability": durability,
+        "track": track or [],
+        "store": Store(kind=store, silence_s=home_silence, options=named_options(store_options, "--store-option")),
+    }
+    serve_run(directory, Console(), None if prompts is None else feed, options)
 
 
 app.add_typer(worker, name="worker")
@@ -271,14 +281,14 @@ def top(
 
     Press q to quit.
     """
-    from .screens.top import QueueMonitor
+    from .top import QueueMonitor, drawn
 
     console = Console()
-    with QueueMonitor(where, every, key, insecure) as monitor:
+    with contextlib.closing(QueueMonitor(where, every, key, insecure)) as monitor:
         if as_json:
             typer.echo(monitor.json(monitor.sample_twice()))
         elif once or not console.is_terminal or console.is_dumb_terminal:
-            console.print(monitor.draw(monitor.sample_twice(), console), soft_wrap=True)
+            console.print(Group(*drawn(monitor.sample_twice(), console)), soft_wrap=True)
         elif monitor.watch(console):
             console.print(f"{where} has ended", markup=False)
 
@@ -297,7 +307,7 @@ def web(
 
     Ctrl-C ends the page, not the run.
     """
-    from .web_command import serve_page
+    from .report.page_server import serve_page
 
     serve_page(where, address, Console(), key, insecure)
 
@@ -315,9 +325,7 @@ def export(
     """Write a model folder of a run: the final one, that of a step, or the best one."""
     from .export_command import export_model
 
-    Console().print(
-        f"{out}: from {export_model(directory, out, step, best)}", soft_wrap=True, markup=False, highlight=False
-    )
+    say(Console(), f"{out}: from {export_model(directory, out, step, best)}")
 
 
 @app.command()
@@ -374,14 +382,22 @@ def store(
     Workers start a store when they need one. Start one yourself to fix its address or name. If it
     stops, start another on this host within --home-silence seconds of `serve`: no data is lost.
     """
-    from .store_command import serve_store
+    from ..queue.stores.unit import UnitConfig
+    from ..queue.unit_process import run_unit
+    from ..wire import RunKey
+    from ..workflow.endpoints import find_run
 
-    serve_store(where, Console(), name=name, listen=listen, key=key, insecure=insecure)
+    console = Console()
+    address, found = find_run(where, key, insecure, CALL_S)
+    config = UnitConfig(address, name, None if found is None else RunKey.load(found), insecure, listen)
+    with stop_as_interrupt():  # Ctrl-C leaves the files to the next unit
+        run_unit(config, lambda text: say(console, text), threading.Event())
+    say(console, "the run has ended")
 
 
 @app.command()
 def resume(
-    run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a run with checkpoints.")],
+    run_dir: RunDir,
     changes: Annotated[
         Texts,
         repeatable("Change a value, for example steps=400 or rollout.replicas=4.", "KEY=VALUE", "--set"),
@@ -399,12 +415,8 @@ def resume(
 
 
 @app.command()
-def replay(
-    run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a run with a journal.")],
-    no_plugin: NoPlugin = None,
-    debug: Debug = False,
-) -> None:
-    """Replay a run's journal offline and print its events.
+def replay(run_dir: RunDir, no_plugin: NoPlugin = None, debug: Debug = False) -> None:
+    """Replay the journal of a run offline and print its events.
 
     Exit code 1 if the result differs from the run's.
     """
@@ -421,14 +433,15 @@ def plugins(as_json: Json = False, no_plugin: NoPlugin = None, debug: Debug = Fa
 
     Exit code 1 if a plugin is broken.
     """
-    from .plugin_list import PluginList
+    from .inspection import inspect_environment, print_plugins
 
-    listing = PluginList.of_this_environment()
-    if as_json:
-        typer.echo(listing.json())
-    else:
-        listing.print(Console())
-    raise typer.Exit(1 if listing.problems else 0)
+    seen = inspect_environment()
+    _print_json(seen) if as_json else print_plugins(seen, Console())
+    raise typer.Exit(1 if seen.problems else 0)
+
+
+def _print_json(found: msgspec.Struct) -> None:
+    typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
 
 
 @app.command()
@@ -439,7 +452,9 @@ def check(
     kind: Annotated[str, option("Kind of the adapter, if ambiguous: rollout, train, transport, ...")] = "",
     tier: Annotated[str, option("Highest tier to run: basic, full or chaos.")] = "full",
     only: Annotated[Texts, repeatable("Run this check only.", "CHECK", callback=one_name_each)] = None,
-    model: Annotated[MaybeText, option("Hugging Face folder to check with; default: a generated one.", "PATH")] = None,
+    model: Annotated[
+        MaybeText, option("Hugging Face folder to check with; default: a generated one.", "PATH")
+    ] = None,
     policy: Annotated[
         MaybeText, option("Policy with the expected answers, for other kinds of models.", "MODULE:NAME")
     ] = None,
@@ -458,7 +473,7 @@ def check(
     markdown: Annotated[bool, option("With --list: print a Markdown table.", "", "--markdown")] = False,
     no_plugin: NoPlugin = None,
     debug: Debug = False,
-) -> None:  # fmt: skip
+) -> None:
     """Run the conformance kit on an engine or another adapter, and explain failures.
 
     Exit code 1 if a check fails.
@@ -470,9 +485,20 @@ def check(
         show_checks(console, markdown=markdown)
         return
     chosen = CheckOptions(
-        kind, tier, only or (), model, policy, named_options(options, "--option"), expect or (), limit, seed, tolerance,
-        dtype, world_size, fail_fast,
-    )  # fmt: skip
+        kind,
+        tier,
+        only or (),
+        model,
+        policy,
+        named_options(options, "--option"),
+        expect or (),
+        limit,
+        seed,
+        tolerance,
+        dtype,
+        world_size,
+        fail_fast,
+    )
     raise typer.Exit(0 if run_checks(name, chosen, console, json) else 1)
 
 
@@ -492,7 +518,7 @@ def doctor(
     as_json: Json = False,
     no_plugin: NoPlugin = None,
     debug: Debug = False,
-) -> None:  # fmt: skip
+) -> None:
     """Check interpreters, plugins and this machine before a run.
 
     Exit code 1 if there is a problem.
@@ -500,17 +526,12 @@ def doctor(
     from .doctor import examine
 
     examination = examine(paths or [], python or [], address or [], runs or [], key, insecure)
-    if as_json:
-        typer.echo(examination.json())
-    else:
-        examination.print(Console())
+    _print_json(examination) if as_json else examination.print(Console())
     raise typer.Exit(0 if examination.fine else 1)
 
 
 @app.command()
-def report(
-    run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a run.")], debug: Debug = False
-) -> None:
+def report(run_dir: RunDir, debug: Debug = False) -> None:
     """Write the report page of a run again, and print its path."""
     from .report.page import write_report
 
@@ -518,9 +539,7 @@ def report(
 
 
 @app.command()
-def trace(
-    run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a run.")], debug: Debug = False
-) -> None:
+def trace(run_dir: RunDir, debug: Debug = False) -> None:
     """Write the trace of a run for ui.perfetto.dev, and print its path."""
     from .report.chrome_trace import write_trace
 

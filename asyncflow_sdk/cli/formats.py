@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -14,6 +15,13 @@ def sparkline(values: Sequence[float], low: float, high: float) -> str:
     """Draw one bar per value, scaled to the range from ``low`` to ``high``."""
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[min(max(round((v - low) * scale), 0), len(_BARS) - 1)] for v in values)
+
+
+def sampled(values: Sequence[float], count: int) -> Sequence[float]:
+    """Return the series as at most ``count`` means, each over about the same number of values."""
+    edges = [i * len(values) // max(count, 1) for i in range(max(count, 0) + 1)]
+    means = [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges) if a < b]
+    return means if len(values) > count else values
 
 
 def duration(seconds: float) -> str:

@@ -17,9 +17,8 @@ import msgspec
 from .._version import __version__
 from ..errors import ConfigError
 from ..workflow.workers.ssh_launcher import explained, ssh_command
-from .findings import FAILS, FINE, NOTE, WARNING, Finding
 from .formats import plural
-from .inspection import EnvironmentReport, inspect_environment
+from .inspection import FAILS, FINE, NOTE, WARNING, EnvironmentReport, Finding, inspect_environment
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -34,11 +33,22 @@ try: sdk = m.version("asyncflow-sdk")
 except m.PackageNotFoundError: sdk = ""
 print(json.dumps({"python": platform.python_version(), "executable": sys.executable, "sdk": sdk}))
 """
+_WANTS = (
+    ("rollout", "engine", "rollout", "rollout {}"),
+    ("rollout", "launcher", "launcher", "rollout {}"),
+    ("train", "engine", "train", "train"),
+    ("train", "algorithm", "algorithm", "train.algorithm"),
+    ("train", "launcher", "launcher", "train"),
+    ("weights", "transport", "transport", "weights"),
+)
+"""Adapters named in a workflow file: table, key, kind, and the place as printed."""
+_LOCAL = ("launcher", "transport", "tracker")
+"""Kinds that the driver itself uses."""
 
 
 @dataclass
 class Interpreter:
-    """``program``: as given by the user; None: this one. ``wants``: (kind, name, where) of adapters
+    """``program``: the path given by the user; None: this one. ``wants``: (kind, name, where) of adapters
     needed by a workflow. ``host``: reached by ssh, with the configuration file ``config``; "": this one."""
 
     program: str | None
@@ -64,7 +74,7 @@ class Interpreter:
 def inspect(interpreter: Interpreter, gpus: Sequence[str]) -> tuple[EnvironmentReport | None, list[Finding]]:
     """Inspect an interpreter. Return its environment, None if it cannot run, and the findings."""
     seen, problem = _probe(interpreter)
-    if seen is None or not seen.sdk or problem is not None:
+    if seen is None or problem is not None:
         return seen, [problem] if problem is not None else []
     return seen, [*_findings(interpreter, seen), *_torch(interpreter, seen, gpus)]
 
@@ -86,12 +96,15 @@ def _probe(interpreter: Interpreter) -> tuple[EnvironmentReport | None, Finding 
         seen = msgspec.json.decode(bare.stdout, type=EnvironmentReport)
     except (OSError, IndexError, msgspec.MsgspecError, subprocess.TimeoutExpired) as error:
         return None, Finding(where, "", FAILS, f"it cannot be inspected: {type(error).__name__}: {error}"[:300])
-    how = f"{program} -m pip install asyncflow-sdk=={__version__}"
-    if not seen.sdk:
-        return seen, Finding(where, f"Python {seen.python}", FAILS, "it has no AsyncFlow SDK; workers need it", how)
-    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-    message = f"its asyncflow-sdk {seen.sdk} cannot be inspected ({last}); this one is {__version__}"
-    return seen, Finding(where, f"Python {seen.python}", FAILS, message, how)
+    message = "it has no AsyncFlow SDK; workers need it"
+    if seen.sdk:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        message = f"its asyncflow-sdk {seen.sdk} cannot be inspected ({last}); this one is {__version__}"
+    return seen, Finding(where, f"Python {seen.python}", FAILS, message, _install(interpreter))
+
+
+def _install(interpreter: Interpreter) -> str:
+    return f"{interpreter.program} -m pip install asyncflow-sdk=={__version__}"
 
 
 def _findings(interpreter: Interpreter, seen: EnvironmentReport) -> Iterator[Finding]:
@@ -101,25 +114,18 @@ def _findings(interpreter: Interpreter, seen: EnvironmentReport) -> Iterator[Fin
         message = (
             f"asyncflow-sdk {seen.sdk}, but this one is {__version__}: a server refuses workers of another version"
         )
-        hint = f"{interpreter.program} -m pip install asyncflow-sdk=={__version__}"
-        yield Finding(where, "versions", FAILS, message, hint)
+        yield Finding(where, "versions", FAILS, message, _install(interpreter))
     for problem in seen.problems:
         message, _, hint = problem.partition("; ")
         yield Finding(where, "", FAILS, message, hint)
     for blocked in seen.blocked:
         yield Finding(where, "blocked", NOTE, blocked)
     for issue in seen.issues:
-        yield Finding(where, issue.installed, issue.level, issue.reason, issue.hint)
-    yield from _engines(interpreter, seen)
-    yield from _wanted(interpreter, seen)
-
-
-def _engines(interpreter: Interpreter, seen: EnvironmentReport) -> Iterator[Finding]:
-    where = interpreter.name
+        yield msgspec.structs.replace(issue, where=where)
     wanted = {(kind, name) for kind, name, _ in interpreter.wants}
     missing: dict[tuple[str, str], list[str]] = {}
     for adapter in seen.adapters:
-        name = f"{adapter.kind} {adapter.name}"
+        name, tested = f"{adapter.kind} {adapter.name}", f"tested with: {adapter.tested or 'unknown'}"
         versions = ", ".join(f"{package} {version}" for package, version in adapter.installed.items())
         if adapter.missing:
             if (adapter.kind, adapter.name) not in wanted:
@@ -127,37 +133,31 @@ def _engines(interpreter: Interpreter, seen: EnvironmentReport) -> Iterator[Find
         elif adapter.untested:
             yield Finding(where, name, NOTE, f"tested with {'; '.join(adapter.untested)}")
         elif versions:
-            tested = (
-                f"as tested ({adapter.tested})" if adapter.compared else f"tested with: {adapter.tested or 'unknown'}"
-            )
+            tested = f"as tested ({adapter.tested})" if adapter.compared else tested
             yield Finding(where, name, FINE, f"{versions}; {tested}")
     for (message, install), names in missing.items():
         yield Finding(where, ", ".join(names), NOTE, message, install)
-
-
-def _wanted(interpreter: Interpreter, seen: EnvironmentReport) -> Iterator[Finding]:
-    there = {(adapter.kind, adapter.name): adapter for adapter in seen.adapters}
+    present = {(adapter.kind, adapter.name): adapter for adapter in seen.adapters}
     for kind, name, of in interpreter.wants:
-        adapter = there.get((kind, name))
-        if adapter is None:
-            known = ", ".join(n for k, n in there if k == kind) or "none"
+        wants = present.get((kind, name))
+        if wants is None:
+            known = ", ".join(n for k, n in present if k == kind) or "none"
             hint = f"install its plugin there; installed: {known}"
-            yield Finding(interpreter.name, of, FAILS, f"no {kind} adapter is named {name!r}", hint)
-        elif adapter.missing:
-            yield Finding(
-                interpreter.name, of, FAILS, f"{kind} {name} needs {'; '.join(adapter.missing)}", adapter.install
-            )
+            yield Finding(where, of, FAILS, f"no {kind} adapter is named {name!r}", hint)
+        elif wants.missing:
+            yield Finding(where, of, FAILS, f"{kind} {name} needs {'; '.join(wants.missing)}", wants.install)
         else:
-            yield Finding(interpreter.name, of, FINE, f"{kind} {name} of {adapter.source}")
+            yield Finding(where, of, FINE, f"{kind} {name} of {wants.source}")
 
 
 def _torch(interpreter: Interpreter, seen: EnvironmentReport, gpus: Sequence[str]) -> Iterator[Finding]:
     """Check that torch can use the GPUs, in a subprocess; only on this machine, and if it has some."""
-    if seen.torch_cuda is None or not gpus or interpreter.host:
+    where, cuda = interpreter.name, seen.torch_cuda
+    if cuda is None or not gpus or interpreter.host:
         return
-    if not seen.torch_cuda:
+    if not cuda:
         message = f"it is built for CPUs, and this machine has {plural(len(gpus), 'GPU')}"
-        yield Finding(interpreter.name, "torch", WARNING, message, "install a torch for CUDA there, to use the GPUs")
+        yield Finding(where, "torch", WARNING, message, "install a torch for CUDA there, to use the GPUs")
         return
     code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
     try:
@@ -166,10 +166,10 @@ def _torch(interpreter: Interpreter, seen: EnvironmentReport, gpus: Sequence[str
     except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
         count, why = 0, f"{type(error).__name__}: {error}"
     if count:
-        yield Finding(interpreter.name, "torch", FINE, f"for CUDA {seen.torch_cuda}, sees {plural(count, 'GPU')}")
+        yield Finding(where, "torch", FINE, f"for CUDA {cuda}, sees {plural(count, 'GPU')}")
     else:
-        message = f"it is built for CUDA {seen.torch_cuda} and sees no GPU: {why or 'no reason given'}"
-        yield Finding(interpreter.name, "torch", FAILS, message, "compare its CUDA with the driver's (nvidia-smi)")
+        message = f"it is built for CUDA {cuda} and sees no GPU: {why or 'no reason given'}"
+        yield Finding(where, "torch", FAILS, message, "compare its CUDA with the driver's (nvidia-smi)")
 
 
 def interpreters_of(file: Path) -> list[Interpreter]:
@@ -181,31 +181,24 @@ def interpreters_of(file: Path) -> list[Interpreter]:
         raise ConfigError(f"cannot read {file}: {error.strerror or error}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid TOML: {error}") from None
-    found = {"": Interpreter(None)}
-
-    def _want(table: Any, kind: str, name: Any, of: str, *, here: bool = False) -> None:
-        for each in [Interpreter(None)] if here or not isinstance(table, dict) else _placed(table, file.parent):
-            known = found.setdefault(each.name if each.program else "", each)
-            if isinstance(name, str) and name and ":" not in name:  # a path needs no plugin
-                known.wants.append((kind, name, f"{file.name}, {of}"))
-
-    for number, table in enumerate(_tables(tables.get("rollout"))):
-        _want(table, "rollout", table.get("engine"), f"rollout {number}")
-        _want(table, "launcher", table.get("launcher"), f"rollout {number}", here=True)
+    wants = [
+        (table, kind, table.get(key), of.format(number))
+        for name, key, kind, of in _WANTS
+        for number, table in enumerate(_tables(tables.get(name)))
+    ]
     for number, table in enumerate(_tables(tables.get("stages"))):
-        work = table.get("work")
-        for key, kind in (("logprobs", "train"), ("generate", "rollout")):
-            _want(table, kind, work.get(key) if isinstance(work, dict) else None, f"stage {number}")
-    for table in _tables(tables.get("train")):
-        _want(table, "train", table.get("engine"), "train")
-        _want(table, "algorithm", _name(table.get("algorithm")), "train.algorithm")
-        _want(table, "launcher", table.get("launcher"), "train", here=True)
+        work = table["work"] if isinstance(table.get("work"), dict) else {}
+        wants += [(table, "train", work.get("logprobs"), f"stage {number}")]
+        wants += [(table, "rollout", work.get("generate"), f"stage {number}")]
     trackers = tables.get("track", [])
-    for tracker in trackers if isinstance(trackers, list) else [trackers]:
-        _want(None, "tracker", _name(tracker), "track", here=True)
-    for table in _tables(tables.get("weights")):
-        transport = table.get("transport")
-        _want(None, "transport", None if transport == "auto" else transport, "weights", here=True)
+    wants += [({}, "tracker", each, "track") for each in (trackers if isinstance(trackers, list) else [trackers])]
+    found = {"": Interpreter(None)}
+    for table, kind, name, of in wants:
+        name = name.get("name") if isinstance(name, dict) else name
+        for each in [Interpreter(None)] if kind in _LOCAL else _placed(table, file.parent):
+            known = found.setdefault(each.name if each.program else "", each)
+            if isinstance(name, str) and name not in ("", "auto") and ":" not in name:  # a path needs no plugin
+                known.wants.append((kind, name, f"{file.name}, {of}"))
     return list(found.values())
 
 
@@ -223,7 +216,3 @@ def _placed(table: dict[str, Any], folder: Path) -> list[Interpreter]:
 
 def _tables(value: Any) -> list[dict[str, Any]]:
     return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, dict)]
-
-
-def _name(value: Any) -> Any:
-    return value.get("name") if isinstance(value, dict) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -16,8 +17,9 @@ from pathlib import Path
 from ..errors import AsyncFlowError, ConfigError
 from ..memory.directory import SMALL_BYTES
 from ..memory.segment import SHM, free_memory
-from .findings import FAILS, FINE, NOTE, WARNING, Finding
+from ..wire.keys import RunKey, ServerKeys
 from .formats import size
+from .inspection import FAILS, FINE, NOTE, WARNING, Finding
 
 HERE = "this machine"
 FEW_FILES, LEAST_FILES = 1024, 256
@@ -27,8 +29,23 @@ NVIDIA_S = 20.0
 def machine() -> Iterator[Finding]:
     """Check shared memory, limits and the loopback device."""
     yield from _shared_memory()
-    yield from _limits()
-    yield _loopback()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = f"{soft} open files" + ("" if hard == soft else f", {hard} at most")
+    if soft < FEW_FILES:
+        level = FAILS if soft < LEAST_FILES else WARNING
+        yield Finding(HERE, "ulimit -n", level, f"{files}: every worker and segment uses some", "ulimit -n 65536")
+    else:
+        yield Finding(HERE, "ulimit -n", FINE, files)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    memory = "unlimited" if locked == resource.RLIM_INFINITY else f"{size(locked)} of locked memory"
+    yield Finding(HERE, "ulimit -l", NOTE, f"{memory}; the SDK locks none, engines with RDMA or pinned memory may")
+    try:
+        with socket.socket() as trial:
+            trial.bind(("127.0.0.1", 0))
+        yield Finding(HERE, "ports", FINE, "ports of 127.0.0.1 can be used")
+    except OSError as error:
+        message = f"no port of 127.0.0.1 can be used: {error.strerror}"
+        yield Finding(HERE, "ports", FAILS, message, "enable the loopback device")
 
 
 def gpus() -> tuple[list[str], Finding]:
@@ -54,54 +71,28 @@ def gpus() -> tuple[list[str], Finding]:
 
 
 def _shared_memory() -> Iterator[Finding]:
-    temporary = Path(tempfile.gettempdir())
-    try:
-        room = os.statvfs(SHM)
-        free, whole = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
-        writable = os.access(SHM, os.W_OK)
-    except OSError:
-        free, whole, writable = 0, 0, False
-    if free >= SMALL_BYTES and writable:
-        yield Finding(HERE, "/dev/shm", FINE, f"{size(free)} of {size(whole)} free")
+    temporary, free, state = Path(tempfile.gettempdir()), 0, "does not exist"
+    with contextlib.suppress(OSError):
+        room = shutil.disk_usage(SHM)
+        state = f"has {size(room.free)} free"
+        if os.access(SHM, os.W_OK):
+            free = room.free
+        else:
+            state = "is not writable"
+    if free >= SMALL_BYTES:
+        yield Finding(HERE, "/dev/shm", FINE, f"{size(free)} of {size(room.total)} free")
         if free_memory() < free:
             message = (
                 f"{size(free_memory())} of memory are free, but /dev/shm allows {size(free)}: its content is memory"
             )
             yield Finding(HERE, "memory", NOTE, message)
     elif os.access(temporary, os.W_OK):
-        state = (
-            "is not writable" if whole and not writable else f"has {size(free)} free" if whole else "does not exist"
-        )
         message = f"it {state}; segments go to mapped files in {temporary}, and are slower"
-        yield Finding(
-            HERE, "/dev/shm", WARNING, message, "in a container: --shm-size=8g, or enough for rows and weights"
-        )
+        hint = "in a container: --shm-size=8g, or enough for rows and weights"
+        yield Finding(HERE, "/dev/shm", WARNING, message, hint)
     else:
         message = f"neither it nor {temporary} is writable: segments cannot be stored"
         yield Finding(HERE, "/dev/shm", FAILS, message, "mount a tmpfs at /dev/shm, or set TMPDIR")
-
-
-def _limits() -> Iterator[Finding]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = f"{soft} open files" + ("" if hard == soft else f", {hard} at most")
-    if soft < FEW_FILES:
-        level = FAILS if soft < LEAST_FILES else WARNING
-        yield Finding(HERE, "ulimit -n", level, f"{files}: every worker and segment uses some", "ulimit -n 65536")
-    else:
-        yield Finding(HERE, "ulimit -n", FINE, files)
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    memory = "unlimited" if locked == resource.RLIM_INFINITY else f"{size(locked)} of locked memory"
-    yield Finding(HERE, "ulimit -l", NOTE, f"{memory}; the SDK locks none, engines with RDMA or pinned memory may")
-
-
-def _loopback() -> Finding:
-    try:
-        with socket.socket() as trial:
-            trial.bind(("127.0.0.1", 0))
-    except OSError as error:
-        message = f"no port of 127.0.0.1 can be used: {error.strerror}"
-        return Finding(HERE, "ports", FAILS, message, "enable the loopback device")
-    return Finding(HERE, "ports", FINE, "ports of 127.0.0.1 can be used")
 
 
 def address(text: str) -> Finding:
@@ -128,8 +119,6 @@ def address(text: str) -> Finding:
 
 def keys(path: Path) -> Iterator[Finding]:
     """Check the keys in a run's directory, or one key file."""
-    from ..wire.keys import RunKey, ServerKeys
-
     files = [path / "server.key", path / "run.key"] if path.is_dir() else [path]
     found = [file for file in files if os.path.lexists(file)]
     if not found:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.console import Console
 
 from ..errors import ConfigError
 
@@ -38,8 +39,14 @@ NoPlugin = Annotated[
     ),
 ]  # fmt: skip
 Queue = Annotated[str, typer.Argument(metavar="ADDRESS", help="Address of a running queue, or its run's directory.")]
+RunDir = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a run.")]
 MaybeText = str | None
 Texts = list[str] | None
+
+
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Print a text of a run as it is: nothing in it is markup, and no line is wrapped."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def option(text: str, metavar: str = "", *names: str, **more: Any) -> Any:
@@ -62,8 +69,7 @@ def one_name_each(param: typer.CallbackParam, given: list[str] | None) -> list[s
 
 
 def named_options(given: list[str] | None, flag: str = "--set") -> dict[str, Any]:
-    """Parse NAME=VALUE options. A value is JSON if it parses as JSON, else text. Raises
-    ConfigError."""
+    """Parse NAME=VALUE options. Raises ConfigError."""
     for each in given or ():
         name, equals, _ = each.partition("=")
         if not equals or not name.isidentifier():
@@ -72,15 +78,21 @@ def named_options(given: list[str] | None, flag: str = "--set") -> dict[str, Any
 
 
 def changed_values(given: list[str] | None) -> dict[str, Any]:
-    """Parse KEY=VALUE options; a key may be dotted. A value is as of ``named_options``. Raises
+    """Parse KEY=VALUE options; a key may be dotted. A value is JSON if it parses as JSON, else text. Raises
     ConfigError."""
     values: dict[str, Any] = {}
-    for each in given or ():
-        name, equals, value = each.partition("=")
+    for name, value in changed_texts(given).items():
+        try:
+            values[name] = msgspec.json.decode(value)
+        except msgspec.DecodeError:
+            values[name] = value
+    return values
+
+
+def changed_texts(given: list[str] | None) -> dict[str, str]:
+    """Split KEY=VALUE options. Raises ConfigError."""
+    pairs = {each: each.partition("=") for each in given or ()}
+    for each, (name, equals, _) in pairs.items():
         if not equals or not name.strip():
             raise ConfigError(f"--set takes KEY=VALUE, for example train.learning_rate=1e-5, not {each!r}")
-        try:
-            values[name.strip()] = msgspec.json.decode(value)
-        except msgspec.DecodeError:
-            values[name.strip()] = value.strip()
-    return values
+    return {name.strip(): value.strip() for name, _, value in pairs.values()}

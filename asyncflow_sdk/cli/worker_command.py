@@ -17,7 +17,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from ..errors import ConfigError
-from .options import Insecure, Key, MaybeText, NoPlugin, Texts, named_options, one_name_each, option, repeatable
+from .options import Insecure, Key, MaybeText, NoPlugin, Texts, named_options, one_name_each, option, repeatable, say
 
 ROLES = ("rollout", "stage", "train")
 
@@ -69,9 +69,11 @@ def _group(
     python: Annotated[MaybeText, option("Interpreter of an environment with the engine.", "PATH")] = None,
     cpus: Annotated[list[int] | None, option("CPU to run on. Repeatable.")] = None,
     gpus: Annotated[list[int] | None, option("GPU to use. Repeatable.")] = None,
-    max_restarts: Annotated[int | None, option("Maximum restarts of a dead worker; default: 3, of a trainer 0.", min=0)] = None,
+    max_restarts: Annotated[
+        int | None, option("Maximum restarts of a dead worker; default: 3, of a trainer 0.", min=0)
+    ] = None,
     no_plugin: NoPlugin = None,
-) -> None:  # fmt: skip
+) -> None:
     """Join a running run as rollout worker, stage or trainer.
 
     Ctrl-C finishes the leased rows, then leaves.
@@ -98,18 +100,11 @@ def rollout(
     from ..workflow import Rollout
 
     group: _GroupOptions = ctx.obj
-    if group.file is not None:
-        _start_from_file(group, task)
+    if _starts_from_file(group, task, engine):
         return
-    _require_engine("rollout", engine)
+    given = {"model": model, "prompt": prompt, "tokenizer": tokenizer, "task": task, **named_options(options)}
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature)
-    _work(
-        group,
-        Rollout(
-            engine, model=model, prompt=prompt, tokenizer=tokenizer, task=task, sampling=sampling,
-            replicas=group.replicas, **group.place, **named_options(options),
-        ),
-    )  # fmt: skip
+    _work(group, Rollout(engine, sampling=sampling, replicas=group.replicas, **group.place, **given))
 
 
 @worker.command()
@@ -130,8 +125,7 @@ def stage(
     from ..workflow import Stage
 
     group: _GroupOptions = ctx.obj
-    if group.file is not None:
-        _start_from_file(group, function)
+    if _starts_from_file(group, function, function):
         return
     sys.path.insert(0, "")  # as for `python -m`
     _work(group, Stage(import_name(function), task=task, needs=needs, gives=gives, batch=batch, **group.place))
@@ -161,70 +155,57 @@ def train(
     from ..workflow import Train
 
     group: _GroupOptions = ctx.obj
-    if group.file is not None:
-        _start_from_file(group, "train")
+    if _starts_from_file(group, "train", engine):
         return
-    _require_engine("train", engine)
-    parts: dict[str, Any] = {"stream": True, "part_rows": part_rows} if part_rows else {}
-    spec = Train(
-        engine, model=model, weights=Weights(transport=transport), world_size=world_size, **parts, **group.place,
-        **named_options(options),
-    )  # fmt: skip
-    _train(group, spec, batch_size, export=export)
+    given: dict[str, Any] = {"model": model, "weights": Weights(transport=transport), "world_size": world_size}
+    given |= {"stream": True, "part_rows": part_rows} if part_rows else {}
+    _work_as_ranks(group, Train(engine, **given, **group.place, **named_options(options)), batch_size, export=export)
 
 
-def _train(group: _GroupOptions, spec: Any, batch_size: int, **job: Any) -> None:
-    """Train as a whole, or as the rank in the environment."""
-    from ..workflow.workers.ranks import own_rank
+def _starts_from_file(group: _GroupOptions, task: str, engine: str) -> bool:
+    """Start a role as a workflow file describes it, if one is given, without checking the file's other roles on this
+    host. Raises ConfigError without a file and an engine."""
+    from ..workflow import Logprobs, Rollout, load_workflow
+    from ..workflow.plan.problems import for_role
 
-    rank = own_rank()
-    if rank is not None and spec.world_size == 1:
-        spec.world_size = rank.world_size
-    _work_as_rank(group, spec, batch_size, **job)
+    if group.file is None:
+        if not engine:
+            raise ConfigError(f"asyncflow worker ADDRESS {task} needs --engine, or --from FILE.toml before {task!r}")
+        return False
+    with for_role("" if "python" in group.place else task):  # another interpreter knows its own engines
+        flow = load_workflow(group.file).plan
+    specs: list[Any] = [*flow.rollouts, *flow.stages, flow.train]
+    spec = next((each for each in specs if each.task == task), None)
+    if spec is None:
+        known = ", ".join(repr(each.task) for each in specs)
+        raise ConfigError(f"{group.file} has no task {task!r}; it has: {known}")
+    spec.place = replace(spec.place, **group.place)  # the command line decides the placement
+    if isinstance(spec, Rollout):
+        spec.replicas = group.replicas
+        _work(group, spec, needs_first=True, weights=flow.weights)
+    elif spec is flow.train:
+        _work_as_ranks(group, spec, flow.batch_size, weights=flow.weights)
+    elif isinstance(spec.work, Logprobs):
+        _work_as_ranks(group, spec)
+    else:  # each process does this work for itself
+        _work(group, spec)
+    return True
 
 
-def _work_as_rank(group: _GroupOptions, spec: Any, batch_size: int = 0, **job: Any) -> None:
+def _work_as_ranks(group: _GroupOptions, spec: Any, batch_size: int = 0, **job: Any) -> None:
     """Start all ranks, or only the one in the environment; then its launcher stops and restarts the
     ranks."""
     from ..workflow.workers.ranks import own_rank
 
     rank = own_rank()
     if rank is not None:
+        if spec.task == "train" and spec.world_size == 1:
+            spec.world_size = rank.world_size
         if spec.world_size != rank.world_size:
-            raise ConfigError(
-                f"world_size is {spec.world_size}, but the environment has WORLD_SIZE={rank.world_size}"
-            )
+            size = rank.world_size
+            raise ConfigError(f"world_size is {spec.world_size}, but the environment has WORLD_SIZE={size}")
         spec.place = replace(spec.place, max_restarts=0)
     _work(group, spec, batch_size, rank=rank, **job)
-
-
-def _start_from_file(group: _GroupOptions, task: str) -> None:
-    """Start a role as a workflow file describes it, without checking the file's other roles on this
-    host."""
-    from ..workflow import Logprobs, load_workflow
-    from ..workflow.plan.problems import for_role
-
-    assert group.file is not None
-    with for_role("" if "python" in group.place else task):  # another interpreter knows its own engines
-        flow = load_workflow(group.file).plan
-    specs: list[Any] = [*flow.rollouts, *flow.stages, flow.train]
-    for spec in specs:  # the command line decides the placement
-        spec.place = replace(spec.place, **group.place)
-    for rollout in flow.rollouts:
-        if rollout.task == task:
-            rollout.replicas = group.replicas
-            _work(group, rollout, needs_first=True, weights=flow.weights)
-            return
-    for each in flow.stages:
-        if each.task == task:
-            is_sharded = isinstance(each.work, Logprobs)  # other work is done by each process for itself
-            _work_as_rank(group, each) if is_sharded else _work(group, each)
-            return
-    if task == "train":
-        _train(group, flow.train, flow.batch_size, weights=flow.weights)
-        return
-    known = ", ".join(map(repr, [*(r.task for r in flow.rollouts), *(s.task for s in flow.stages), flow.train.task]))
-    raise ConfigError(f"{group.file} has no task {task!r}; it has: {known}")
 
 
 def _work(group: _GroupOptions, spec: Any, batch_size: int = 0, **job: Any) -> None:
@@ -233,14 +214,8 @@ def _work(group: _GroupOptions, spec: Any, batch_size: int = 0, **job: Any) -> N
     from .signals import stop_as_interrupt
 
     console = Console()
-
-    def _say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    with (
-        stop_as_interrupt(),
-        connect(group.address, key=group.key, insecure=group.insecure, name="worker", logs="logs") as run,
-    ):
+    options: dict[str, Any] = {"key": group.key, "insecure": group.insecure, "name": "worker", "logs": "logs"}
+    with stop_as_interrupt(), connect(group.address, **options) as run:
         if batch_size:
             run.declare(spec, batch_size)
         workers = run.start(spec, **job)
@@ -248,21 +223,17 @@ def _work(group: _GroupOptions, spec: Any, batch_size: int = 0, **job: Any) -> N
             workers = run.scale(spec, group.replicas)
         try:
             for each in workers:
-                _say(f"{', '.join(each.pids)} joins {group.address} as process {each.pid}; log: {each.spec.log}")
+                names = ", ".join(each.pids)
+                say(console, f"{names} joins {group.address} as process {each.pid}; log: {each.spec.log}")
             for each in workers:
                 run.wait(each, timeout_s=math.inf)  # until the stream ends, or Ctrl-C
         except KeyboardInterrupt:
             if job.get("rank") is not None:  # it would wait for the other ranks, which may be gone
                 run.stop_workers()
                 raise
-            _say("leaving after the leased rows are finished; Ctrl-C again stops at once")
+            say(console, "leaving after the leased rows are finished; Ctrl-C again stops at once")
             run.dismiss_workers()
             for each in workers:
                 each.ended.wait()
             raise
-        _say("the stream has ended")
-
-
-def _require_engine(role: str, engine: str) -> None:
-    if not engine:
-        raise ConfigError(f"asyncflow worker ADDRESS {role} needs --engine, or --from FILE.toml before {role!r}")
+        say(console, "the stream has ended")

@@ -16,7 +16,7 @@ from children import warm_python
 
 from asyncflow_sdk import __version__
 from asyncflow_sdk.cli.doctor import Examination, examine
-from asyncflow_sdk.cli.findings import Finding
+from asyncflow_sdk.cli.inspection import Finding
 from asyncflow_sdk.wire import ensure_keys
 
 

@@ -13,7 +13,6 @@ from rich.console import Console
 from waiting import until
 
 import asyncflow_sdk as af
-from asyncflow_sdk.cli.serve_command import EventPrinter, EventRelay
 from asyncflow_sdk.types.events import Note
 
 
@@ -26,9 +25,8 @@ def test_a_pipe_that_nobody_reads_does_not_hold_the_server(tmp_path: Path) -> No
             pass
     os.set_blocking(into, True)
     with open(into, "w") as file, open(out, "rb") as reader:
-        relay = EventRelay(EventPrinter(Console(file=file)))
         # when there is something to be shown
-        with af.serve(tmp_path, on_event=relay) as run:
+        with af.LiveView(0, "held", Console(file=file)) as view, af.serve(tmp_path, on_event=view) as run:
             run.report(Note(time_s=time.monotonic(), text="look here", level="warning"))
             # then whoever works for the run is answered
             assert run.audit().put == 0
@@ -36,7 +34,6 @@ def test_a_pipe_that_nobody_reads_does_not_hold_the_server(tmp_path: Path) -> No
             os.set_blocking(out, False)
             said = bytearray()
             until(lambda: said.extend(reader.read1() or b"") or b"look here" in said, "what was to be shown")
-        relay.close()
 
 
 def test_ctrl_c_leaves_the_terminal_sane() -> None:

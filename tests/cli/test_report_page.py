@@ -113,7 +113,7 @@ def test_every_picture_and_every_table_is_there(page: Page) -> None:
 
 def test_kinds_have_a_legend_and_colours_of_their_own(whole: Path, page: Page) -> None:
     gantt = next(svg for svg in svgs(whole) if "over the whole run" in svg)
-    colours = re.findall(r"fill: (#[0-9a-f]{6}|var\(--idle\))", gantt)
+    colours = re.findall(r'fill="(#[0-9a-f]{6}|var\(--idle\))"', gantt)
     assert {"#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "var(--idle)"} <= set(colours)
     for kind in ("generate", "train", "reward", "publish", "load", "wait"):
         assert re.search(rf">{kind}</text>", gantt)
@@ -364,7 +364,7 @@ def test_lengths_generated_and_trained_are_compared(tmp_path: Path) -> None:
     assert "trained / generated 0.03" in page.text
     assert "generated: mean 130" in page.text  # the picture's legend
     assert "mean 0.40 in flight, 0.10 in queue" in page.text
-    assert "in the queue: mean 0.10, at most 1" in page.text
+    assert "in_queue: mean 0.1, max 1" in page.text
 
 
 def test_a_worker_counts_as_busy_once_however_many_things_it_does(tmp_path: Path) -> None:
@@ -416,7 +416,7 @@ def test_lag_rises_when_a_version_is_published_and_falls_when_the_slowest_loads_
     )
 
     (picture,) = (svg for svg in svgs(tmp_path) if "publish lag over time" in svg)
-    (line,) = re.findall(r'<path d="([^"]*)"[^>]*stroke-width: 0\.9;', picture)
+    (line,) = re.findall(r'<path d="([^"]*)"[^>]*stroke-width="0\.9"', picture)
     corners = [tuple(map(float, point)) for point in re.findall(r"[ML] (\S+) (\S+)", line)]
     (left, bottom), (right, _), top = corners[0], corners[-1], min(y for _, y in corners)
     drawn = [(round((x - left) / (right - left) * 10), round((bottom - y) / (bottom - top) * 2)) for x, y in corners]
@@ -431,7 +431,7 @@ def test_the_scores_of_evaluations_are_a_curve_with_the_last_version_on_it(tmp_p
 
     (picture,) = (svg for svg in svgs(tmp_path) if "Reward over steps" in svg)
     line, _ = re.findall(
-        r'<path d="([^"]*)"[^>]*stroke: #d55e00; stroke-width: 1\.1', picture
+        r'<path d="([^"]*)"[^>]*stroke="#d55e00" stroke-width="1\.1"', picture
     )  # and its sample in the legend
     (low, bottom), (middle, top), (last, half) = [
         tuple(map(float, point)) for point in re.findall(r"[ML] (\S+) (\S+)", line)

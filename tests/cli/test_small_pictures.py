@@ -10,10 +10,8 @@ from test_top_picture import VERSIONS, picture, replica, report
 from asyncflow_sdk.cli.check_report import print_report
 from asyncflow_sdk.cli.doctor import Examination
 from asyncflow_sdk.cli.formats import sparkline
-from asyncflow_sdk.cli.screens.run_progress import TokenRate
-from asyncflow_sdk.cli.screens.weights_table import weights_table
+from asyncflow_sdk.cli.queue_screen import weights_table
 from asyncflow_sdk.testing import Report
-from asyncflow_sdk.types.events import Span
 
 
 def terminal() -> Console:
@@ -30,14 +28,6 @@ def test_a_sparkline_has_eight_bars_at_equal_distances() -> None:
     assert sparkline([-1.0, 2.0], 0.0, 1.0) == "▁█"
 
 
-def test_tokens_leave_the_rate_with_the_second_in_which_they_were_counted() -> None:
-    rate = TokenRate(10.0)
-    for time_s, tokens in ((0.0, 100), (10.0, 30)):
-        rate.add(Span(time_s=time_s, worker="rollout-0", kind="generate", seconds=0.5, tokens=tokens))
-    assert rate.at(10.9) == pytest.approx(13.0)
-    assert rate.at(11.0) == pytest.approx(3.0)
-
-
 def test_the_foot_is_shown_from_sixteen_lines_on() -> None:
     assert "q quits" in picture(80, 16)[-1]
     assert "q quits" not in picture(80, 15)[-1]
@@ -49,7 +39,7 @@ def test_replicas_that_just_fit_are_all_named(most: int, shown: int) -> None:
     newest = msgspec.structs.replace(VERSIONS[0], version=10, source=10)
     made = report(versions=(newest,), version=10, sessions=late, session_count=4)
     console = terminal()
-    console.print(Group(*weights_table(made, 90, most, 1)[0]))
+    console.print(Group(*weights_table(made, 90, most, 1)))
     assert sum(f"late-{number} " in written(console) for number in range(4)) == shown
 
 

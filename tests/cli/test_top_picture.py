@@ -6,9 +6,9 @@ import re
 import msgspec
 import pytest
 
+from asyncflow_sdk.cli.figures import QueueFigures, RateWindow
 from asyncflow_sdk.cli.formats import rate, size
-from asyncflow_sdk.cli.screens.queue_rates import QueueRates
-from asyncflow_sdk.cli.screens.queue_screen import queue_screen
+from asyncflow_sdk.cli.queue_screen import queue_screen
 from asyncflow_sdk.ledger import StatusReport
 from asyncflow_sdk.types.reports import HomeStatus, LeaseStatus, ParkedStatus, SessionStatus, StepAges, VersionStatus
 
@@ -46,17 +46,16 @@ def report(time_s: float = 100.0, passed: int = 12_000, **changes: object) -> St
     return msgspec.structs.replace(made, **changes)
 
 
-def flow() -> QueueRates:
-    gauge = QueueRates()
+def figures(**changes: object) -> QueueFigures:
+    window = RateWindow()
     for second in range(4):
-        gauge.add(report(96.0 + second, 12_000 - 400 + 100 * second))
-    gauge.add(report())
-    return gauge
+        window.add(report(96.0 + second, 12_000 - 400 + 100 * second))
+    rates = window.add(report())
+    return QueueFigures(title="runs/x", report=report(**changes), rates=rates, history=window.history)  # type: ignore[arg-type]
 
 
 def picture(width: int, height: int, **changes: object) -> list[str]:
-    made = queue_screen(report(**changes), flow(), title="runs/x", width=width, height=height, foot="q quits")  # type: ignore[arg-type]
-    return [line.plain for line in made]
+    return [line.plain for line in queue_screen(figures(**changes), width=width, height=height, foot="q quits")]
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (200, 60), (50, 14), (20, 6), (1, 1)])
@@ -152,7 +151,7 @@ def test_a_queue_without_anything_is_a_picture_too() -> None:
     bare = StatusReport(
         rows={}, ended={}, waiting={}, step=-1, free_slots=0, version=-1, live=0, capacity_rows=1 << 40
     )
-    text = "\n".join(line.plain for line in queue_screen(bare, QueueRates(), title="x", width=80, height=24))
+    text = "\n".join(line.plain for line in queue_screen(QueueFigures(title="x", report=bare), width=80, height=24))
     assert "none is declared yet" in text
     assert "–" not in text.splitlines()[0]
 
@@ -165,23 +164,20 @@ def test_names_and_reasons_cannot_drive_the_terminal() -> None:
 
 
 def test_a_terminal_that_knows_ascii_only() -> None:
-    lines = queue_screen(report(), flow(), title="runs/x", width=80, height=24, ascii_only=True)
+    lines = queue_screen(figures(), width=80, height=24, ascii_only=True)
     assert all(line.plain.isascii() for line in lines)
 
 
 def test_rates_are_differences_and_begin_anew_with_another_server() -> None:
-    gauge = QueueRates()
-    assert math.isnan(gauge.put)
-    gauge.add(report(10.0, 1000))
-    assert math.isnan(gauge.completed["reward"])
-    gauge.add(report(12.0, 1500))
-    assert gauge.completed["reward"] == gauge.arrived["train"] == gauge.ended == 250
-    assert gauge.written_bytes == 250_000
-    for second in range(20):  # the window moves on
-        gauge.add(report(13.0 + second, 1500))
-    assert gauge.completed["reward"] == 0
-    gauge.add(report(1.0, 5))
-    assert math.isnan(gauge.completed["reward"])
+    window = RateWindow()
+    first = window.add(report(10.0, 1000))
+    assert math.isnan(first.put) and math.isnan(first.completed["reward"])
+    second = window.add(report(12.0, 1500))
+    assert second.completed["reward"] == second.arrived["train"] == second.ended == 250
+    assert second.written_bytes == 250_000
+    moved = [window.add(report(13.0 + number, 1500)) for number in range(20)]
+    assert moved[-1].completed["reward"] == 0
+    assert math.isnan(window.add(report(1.0, 5)).completed["reward"])
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
-"""``asyncflow web``: the page of a run, its figures, and requests of those who may not see it."""
+"""``asyncflow web``: the page of a run, and requests of those who may not see it."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import http.client
-import json
 import re
 import select
 import shutil
@@ -13,7 +14,6 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -23,8 +23,7 @@ from held_rows import serve_held_rows
 from synthetic_run import START_S, synthetic_run, write_run
 from waiting import until
 
-from asyncflow_sdk.cli.web.live_figures import LiveFigures
-from asyncflow_sdk.cli.web.page_server import FIGURES, MOST_CONNECTIONS, PageServer
+from asyncflow_sdk.cli.report.page_server import MOST_CONNECTIONS, LivePage, PageServer
 from asyncflow_sdk.types import Batch, pack
 from asyncflow_sdk.types import events as ev
 from asyncflow_sdk.workflow.events.step_files import step_path, write_batch
@@ -58,8 +57,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(ended: Path) -> Iterator[PageServer]:
-    figures = LiveFigures(str(ended))
-    with PageServer(("127.0.0.1", 0), figures.json) as server:
+    with PageServer(("127.0.0.1", 0), LivePage(str(ended)).html) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield server
@@ -86,36 +84,31 @@ def cookie_of(url: str) -> str:
     return headers["Set-Cookie"].split(";")[0]
 
 
-def figures_at(url: str) -> Any:
-    status, headers, body = ask(url, FIGURES, cookie_of(url))
-    assert (status, headers["Content-Type"]) == (200, "application/json")
-    return json.loads(body)
+def page_at(url: str) -> str:
+    status, headers, body = ask(url, "/", cookie_of(url))
+    assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    return body.decode()
 
 
-def test_the_figures_of_an_ended_run(page: PageServer) -> None:
-    found = figures_at(page.url)
+def test_the_page_of_an_ended_run(page: PageServer) -> None:
+    found = page_at(page.url)
 
-    assert (found["title"], found["status"], found["queue"]) == ("run", "failed", None)
-    assert (found["run"]["done"], found["run"]["total_steps"]) == (60, 300)
-    steps, rewards = found["curves"]["reward"]
-    assert steps == list(range(60))
-    assert rewards == [
-        event.metrics["reward"] for event in synthetic_run(steps=60) if isinstance(event, ev.StepTrained)
-    ]
-    lanes = {worker["name"]: worker["lane"] for worker in found["workers"]}
-    assert {bar[2] for bar in lanes["rollout-0"]} == {"generate", "load"}
-    assert all(60 >= start >= end >= 0 for start, end, _, _ in lanes["train-0"])
-    assert found["samples"]["step"] == 59
-    assert [row["prompt"] for row in found["samples"]["rows"]] == [HOSTILE, "2 + 2 ="]
-    assert found["notes"][0][2].startswith("failed")
+    assert "<title>60/300 · run · AsyncFlow run</title>" in found
+    assert '<span class="pill bad">failed</span>' in found
+    assert "Samples of step 59" in found and "<dd>2 + 2 =</dd>" in found
+    for picture in ("reward", "staleness", "whole", "zoom", "shares", "metrics"):
+        assert f'id="{picture}-figure_1"' in found
+    log = found[found.index("What happened") :]
+    assert log.index("failed: ") < log.index("warning: "), "the newest first"
+    assert "The queue now" not in found and "the last minute" not in found
 
 
 @pytest.mark.parametrize(
     ("path", "cookie"),
     [
-        ("/", ""), ("/page.js", ""), (FIGURES, ""), (f"{FIGURES}?token={{token}}", ""), ("/?token=wrong", ""),
+        ("/", ""), ("/page.css?token={token}", ""), ("/?token=wrong", ""),
         ("/?token=", ""), ("/?" + "&".join(f"a{i}=" for i in range(20)) + "&token={token}", ""),
-        (FIGURES, "{name}=wrong"), (FIGURES, "{name}="), (FIGURES, "other={token}"), (FIGURES, "{name}=é"),
+        ("/", "{name}=wrong"), ("/", "{name}="), ("/", "other={token}"), ("/", "{name}=é"),
     ],
 )  # fmt: skip
 def test_without_the_token_nothing_is_shown(page: PageServer, path: str, cookie: str) -> None:
@@ -131,13 +124,12 @@ def test_without_the_token_nothing_is_shown(page: PageServer, path: str, cookie:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/../../etc/passwd", 404), ("GET", "/%2e%2e/page.html", 404), ("GET", "/page.js/", 404),
-        ("GET", "/live_figures.py", 404), ("GET", "/" + "x" * 70_000, 414), ("POST", FIGURES, 501), ("PUT", "/", 501),
-        ("DELETE", FIGURES, 501), ("GET", FIGURES, 200), ("GET", "/", 200), ("GET", "/page.js", 200),
-        ("GET", "/page.css", 200),
+        ("GET", "/../../etc/passwd", 404), ("GET", "/%2e%2e/page.css", 404), ("GET", "/page.css", 404),
+        ("GET", "/page_server.py", 404), ("GET", "/" + "x" * 70_000, 414), ("POST", "/", 501), ("PUT", "/", 501),
+        ("DELETE", "/", 501), ("GET", "/", 200),
     ],
 )  # fmt: skip
-def test_only_four_things_can_be_read_and_every_answer_has_its_headers(
+def test_only_the_page_can_be_read_and_every_answer_has_its_headers(
     page: PageServer, method: str, path: str, status: int
 ) -> None:
     found, headers, body = ask(page.url, path, cookie_of(page.url), method)
@@ -149,16 +141,23 @@ def test_only_four_things_can_be_read_and_every_answer_has_its_headers(
     assert headers["Referrer-Policy"] == "no-referrer"
     assert headers["Cache-Control"] == "no-store"
     assert b"root:" not in body
-    if path == "/":
-        assert b"<script>" not in body
-        assert b"http" not in body, "nothing comes from elsewhere"
+    if found == 200:
+        links = set(re.findall(rb"https?://[^\s\"<]+", body))
+        assert links <= {b"http://www.w3.org/1999/xlink", b"http://www.w3.org/2000/svg"}, (
+            "nothing comes from elsewhere"
+        )
+        for tag in (b"style", b"script"):  # the policy allows these texts only
+            (text,) = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), body, re.DOTALL)
+            digest = base64.b64encode(hashlib.sha256(text).digest()).decode()
+            assert f"{tag.decode()}-src 'sha256-{digest}'" in headers["Content-Security-Policy"]
+        assert b' style="' not in body
 
 
 def test_connections_that_send_nothing_keep_nobody_out_and_no_thread(page: PageServer) -> None:
     cookie, before = cookie_of(page.url), threading.active_count()
     idle = [socket.create_connection(page.server_address[:2]) for _ in range(MOST_CONNECTIONS)]
 
-    assert ask(page.url, FIGURES, cookie)[0] == 200
+    assert ask(page.url, "/", cookie)[0] == 200
     idle += [socket.create_connection(page.server_address[:2]) for _ in range(MOST_CONNECTIONS)]
     until(
         lambda: sum(bool(select.select([each], [], [], 0)[0]) for each in idle) >= MOST_CONNECTIONS, "the oldest cut"
@@ -181,7 +180,7 @@ def test_markup_of_a_run_stays_text_in_a_browser(page: PageServer, tmp_path: Pat
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
 
     dom = done.stdout
-    assert re.search(r"<title>60/300 · run</title>", dom), done.stderr
+    assert re.search(r"<title>60/300 · run · AsyncFlow run</title>", dom), done.stderr
     assert dom.count("&lt;script&gt;") >= 5, "in samples, names, notes and the error"
     assert len(re.findall(r"<script", dom)) == 1, "the page's own"
     assert "<img" not in dom
@@ -195,16 +194,14 @@ def test_a_running_queue_until_it_and_the_page_end(tmp_path: Path) -> None:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             url = process.stdout.readline().strip()
-            found = figures_at(url)
+            found = page_at(url)
 
-            assert found["status"] == "running"
-            assert found["queue"]["rows"]["work"]["leased"] == 2
-            (driver,) = found["workers"]
-            assert (driver["name"], driver["now"]) == ("driver", "holds 2 rows of work")
+            assert '<span class="pill good">running</span>' in found
+            assert re.search(r"● driver .* holds 2 rows of work", found)
 
             child.say("end")
             assert child.wait() == 0
-            until(lambda: figures_at(url)["queue"] is None, "the end of the queue")
+            until(lambda: "The queue now" not in page_at(url), "the end of the queue")
             process.send_signal(signal.SIGINT)
             assert process.wait(250) == 130
 

@@ -17,7 +17,7 @@ from waiting import in_thread, until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.cli.doctor import examine
-from asyncflow_sdk.cli.findings import Finding
+from asyncflow_sdk.cli.inspection import Finding
 from asyncflow_sdk.errors import ConfigError, Ended, StoreUnavailable
 from asyncflow_sdk.interfaces import TransferQueue
 from asyncflow_sdk.interfaces.store import HomeOffer

@@ -8,9 +8,9 @@ from typing import Any
 from echo_runs import echo_workflow
 
 import asyncflow_sdk as af
+from asyncflow_sdk.cli.live_view import run_screen
 from asyncflow_sdk.cli.report.page import write_report
 from asyncflow_sdk.cli.report.run_record import read_record
-from asyncflow_sdk.cli.screens.run_screen import run_screen
 
 
 def in_time(response_ids: Any, finish_reason: list[str]) -> list[float]:
@@ -30,6 +30,6 @@ def test_a_reward_reads_the_finish_reason_of_each_row(tmp_path: Path) -> None:
     assert [reward >= 1 for reward in batch["reward"].tolist()] == [not each for each in cut]
     record = read_record(result.directory)
     assert record.metric("truncated_fraction") == [0.5]
-    screen = run_screen(record.progress, title="", now_s=0.0, width=100, height=30)
+    screen = run_screen(record.figures, title="", now_s=0.0, width=100, height=30)
     assert any("50% of the responses truncated" in line.plain for line in screen)
     assert "truncated responses" in write_report(result.directory).read_text()

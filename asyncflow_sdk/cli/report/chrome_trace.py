@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from ...errors import ConfigError
 from ...memory import private_opener
-from ...types.events import Loaded, Note, Published, RowsEnded, Span, StepTrained, WorkerState
+from ...types.events import Loaded, Note, Published, RowsEnded, StepTrained, WorkerState
 from .run_record import RunRecord, read_record
 
 RUN = 1
@@ -38,63 +38,44 @@ def write_trace(run_dir: Path) -> Path:
     return target
 
 
-class _Slice(NamedTuple):
-    """Work of a worker."""
-
-    start_s: float
-    end_s: float
-    name: str
-    args: dict[str, Any]
-
-
 def _events(record: RunRecord) -> Iterator[dict[str, Any]]:
     """Yield the events of all tracks. Times are microseconds since the first event of the run."""
     start_s = min((event.time_s for event in record.events), default=0.0)
     tracks: dict[tuple[str, int], int] = {}
+    ended: dict[str, int] = {}
 
     def at(time_s: float, name: str, of: str, lane: int = 0, **more: Any) -> dict[str, Any]:
         track = tracks.setdefault((of, lane), len(tracks) + 1)
         return {"name": name, "ts": round((time_s - start_s) * 1e6), "pid": RUN, "tid": track, **more}
 
     for worker, spans in record.spans.items():
-        for lane, (start, end, name, args) in _in_lanes([_slice(span) for span in spans]):
-            yield at(start, name, worker, lane, ph="X", dur=round((end - start) * 1e6), args=args)
-    ended: dict[str, int] = {}
+        free_at: list[float] = []  # slices of one track cannot overlap: each is in the first lane free at its start
+        for span in sorted(spans, key=lambda span: span.time_s):
+            lane = next((i for i, time_s in enumerate(free_at) if time_s <= span.time_s), len(free_at))
+            free_at[lane : lane + 1] = [span.time_s + span.seconds]
+            args = {name: getattr(span, name) for name in ("rows", "tokens", "detail") if getattr(span, name)}
+            args |= {"version": span.version} if span.version >= 0 else {}
+            yield at(span.time_s, span.kind, worker, lane, ph="X", dur=round(span.seconds * 1e6), args=args)
     for event in record.events:
         worker = event.worker or "driver"
-        if isinstance(event, Published):
-            yield at(event.time_s, f"publish version {event.version}", worker, ph="i", s="g")
-        elif isinstance(event, Loaded):
-            yield at(event.time_s, f"loaded version {event.version}", worker, ph="i", s="t")
-        elif isinstance(event, WorkerState):
-            yield at(event.time_s, event.state, worker, ph="i", s="t", args={"detail": event.detail})
-        elif isinstance(event, Note):
-            yield at(event.time_s, event.text, worker, ph="i", s="t")
-        elif isinstance(event, RowsEnded):
-            ended[event.state] = ended.get(event.state, 0) + event.count
-            yield at(event.time_s, "rows", "rows", ph="C", args=dict(ended))
-        elif isinstance(event, StepTrained):
-            for name in COUNTED:
-                if math.isfinite(value := event.metrics.get(name, math.nan)):
-                    yield at(event.time_s, name, name, ph="C", args={name: value})
+        match event:
+            case Published():
+                yield at(event.time_s, f"publish version {event.version}", worker, ph="i", s="g")
+            case Loaded():
+                yield at(event.time_s, f"loaded version {event.version}", worker, ph="i", s="t")
+            case WorkerState():
+                yield at(event.time_s, event.state, worker, ph="i", s="t", args={"detail": event.detail})
+            case Note():
+                yield at(event.time_s, event.text, worker, ph="i", s="t")
+            case RowsEnded():
+                ended[event.state] = ended.get(event.state, 0) + event.count
+                yield at(event.time_s, "rows", "rows", ph="C", args=dict(ended))
+            case StepTrained():
+                for name in COUNTED:
+                    if math.isfinite(value := event.metrics.get(name, math.nan)):
+                        yield at(event.time_s, name, name, ph="C", args={name: value})
     for (of, lane), track in tracks.items():
         name = f"{of} ({lane + 1})" if lane else of
         yield {"name": "thread_name", "ph": "M", "pid": RUN, "tid": track, "args": {"name": name}}
         yield {"name": "thread_sort_index", "ph": "M", "pid": RUN, "tid": track, "args": {"sort_index": track}}
     yield {"name": "process_name", "ph": "M", "pid": RUN, "args": {"name": record.name}}
-
-
-def _slice(span: Span) -> _Slice:
-    args = {name: getattr(span, name) for name in ("rows", "tokens", "detail") if getattr(span, name)}
-    if span.version >= 0:
-        args["version"] = span.version
-    return _Slice(span.time_s, span.time_s + span.seconds, span.kind, args)
-
-
-def _in_lanes(slices: list[_Slice]) -> Iterator[tuple[int, _Slice]]:
-    """Yield each slice with the first lane free at its start: slices of one track cannot overlap."""
-    free_at: list[float] = []
-    for each in sorted(slices, key=lambda each: each.start_s):
-        lane = next((i for i, time_s in enumerate(free_at) if time_s <= each.start_s), len(free_at))
-        free_at[lane : lane + 1] = [each.end_s]
-        yield lane, each

@@ -1,1 +1,0 @@
-"""Screens in the terminal: a run, a queue, and their parts."""

@@ -1,1 +1,0 @@
-"""The live web page of a run."""
