@@ -53,6 +53,8 @@ RUNNERS = {
     ("python", "algorithm"): "test_the_algorithm_of_the_documents_keeps_its_promises_and_trains",
     ("python", "conformance"): "test_the_kit_of_the_documents_runs_under_pytest",
     ("toml", "workflow"): "test_a_file_of_the_documents_is_a_workflow",
+    ("python", "gsm8k"): "test_mathematics_run_from_the_data_set_to_the_exported_model",
+    ("toml", "gsm8k"): "test_mathematics_run_from_the_data_set_to_the_exported_model",
 }
 """The test in test_documents.py that runs all blocks of a kind with this mark, in README, CONTRIBUTING and docs/."""
 PAGES = [CLONE / "README.md", CLONE / "docs" / "quickstart.md", CLONE / "docs" / "your-own-engine.md"]
