@@ -1,4 +1,4 @@
-"""Hooks of mkdocs for `make docs`: the list of decisions, and ``llms.txt`` from the navigation."""
+"""Hooks of mkdocs for `make docs`: the list of decisions, redirects, and ``llms.txt`` from the navigation."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from typing import Any
 
 DECISIONS = "docs/adr/"
 SUMMARY = "Post-train language models by reinforcement learning: any inference engine with any training engine."
+REDIRECTS = {"docs/architecture": "structures", "docs/life-of-a-sample": "structures"}
+"""Pages that were merged into others."""
+
+
+def on_post_build(config: Any) -> None:
+    """Write a redirect at the address of each merged page."""
+    for page, target in REDIRECTS.items():
+        folder = Path(config.site_dir) / page
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "index.html").write_text(f'<meta http-equiv="refresh" content="0; url=../{target}/">\n')
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
