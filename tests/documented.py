@@ -134,10 +134,7 @@ def items() -> dict[str, str]:
         name, text = document.relative_to(CLONE), document.read_text()
         firsts: Counter[str] = Counter()
         for block in BLOCK.finditer(text):
-            runner = (
-                RUNNERS.get((block["kind"], block["how"]), "") if document.parent in (CLONE, CLONE / "docs") else ""
-            )
-            runner = PAGE if document in PAGES else runner
+            runner = PAGE if document in PAGES else RUNNERS.get((block["kind"], block["how"]), "")
             if block["kind"] == "console":
                 found |= {
                     f"{name}: {words}": "" if words.startswith(IN_CLONE) else runner
