@@ -1,4 +1,5 @@
-"""``asyncflow check``: run the conformance kit on engines, check by check, and explain failures."""
+"""``asyncflow check``: run the conformance kit on engines, check by check, and explain failures: a line
+for each check, then the probable causes."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import difflib
 import json
 import os
 import sys
+import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +22,10 @@ from rich.text import Text
 
 from ..errors import ConfigError, PluginError
 from ..plugins import registry
-from ..testing.kit import TIERS, Conformance, Report, checks_of
-from ..testing.kit.causes import follows
+from ..testing.kit import TIERS, CheckResult, Conformance, ProbableCause, Report, checks_of
+from ..testing.kit.check import follows
 from ..testing.kit.conformance import KINDS
 from ..types.defaults import CHECK_S
-from .check_report import print_report, print_result
 from .subprocess_runner import SubprocessRunner
 
 ENGINES = ("rollout", "train")
@@ -56,44 +58,37 @@ def run_checks(name: str | None, options: CheckOptions, console: Console, json_p
     if options.tier not in TIERS:
         raise ConfigError(f"--tier is one of {', '.join(TIERS)}, not {options.tier!r}")
     reports: list[Report] = []
-    results, stopped = _ResultsFile(json_path), False
+    stopped = False
     for kind, engine in _named(name, options.kind, console):
         with SubprocessRunner(_spec(kind, engine, options)) as runner:
             kit = _kit(runner, engine, options, alone=name is not None, console=console)
             if kit is not None:
-                write = lambda so_far: results.write([*reports, so_far])  # noqa: E731
+                write = lambda so_far: _write(json_path, [*reports, so_far])  # noqa: E731
                 reports.append(_run(kit, runner, options.fail_fast, console, write))
                 print_report(reports[-1], runner.left, console)
         if stopped := options.fail_fast and bool(reports) and not reports[-1].ok:
             break
     if not reports:
         raise PluginError("there was nothing to check")
-    results.write(reports, complete=not stopped)
+    _write(json_path, reports, complete=not stopped)
     if not any(result.outcome != "not asked" for report in reports for result in report.results):
         raise PluginError("no check could run")
     ok = all(report.ok for report in reports)
     if len(reports) > 1:
         bad = ", ".join(f"{report.kind} {report.engine}" for report in reports if not report.ok)
-        console.print(Text(f"{len(reports)} engines; not right: {bad or 'none'}", "green" if ok else "bold red"))
+        _print(console, Text(f"{len(reports)} engines; not right: {bad or 'none'}", "green" if ok else "bold red"))
     return ok
 
 
-class _ResultsFile:
-    """The JSON file of results, replaced atomically after each check. ``ok`` is true only if also
-    ``complete``."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-
-    def write(self, reports: Sequence[Report], *, complete: bool = False) -> None:
-        """Write the results so far."""
-        if self._path is None:
-            return
-        ok = complete and all(report.ok for report in reports)
-        content = {"ok": ok, "complete": complete, "engines": [report.to_dict() for report in reports]}
-        beside = self._path.with_name(f"{self._path.name}.new")
-        beside.write_text(json.dumps(content, indent=2) + "\n")
-        beside.replace(self._path)
+def _write(path: Path | None, reports: Sequence[Report], *, complete: bool = False) -> None:
+    """Replace the JSON file of results, atomically, after each check. ``ok`` is true only if also ``complete``."""
+    if path is None:
+        return
+    ok = complete and all(report.ok for report in reports)
+    content = {"ok": ok, "complete": complete, "engines": [report.to_dict() for report in reports]}
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(json.dumps(content, indent=2) + "\n")
+    beside.replace(path)
 
 
 def show_checks(console: Console, *, markdown: bool) -> None:
@@ -131,7 +126,7 @@ def _named(name: str | None, kind: str, console: Console) -> Iterator[tuple[str,
     for adapter in found:
         if name is None and adapter.missing:
             text = f"{adapter.spec.kind} {adapter.spec.name}: not checked, it needs {'; '.join(adapter.missing)}"
-            console.print(Text(text, "dim"), soft_wrap=True)
+            _print(console, Text(text, "dim"))
             continue
         yield adapter.spec.kind, adapter.spec.name
 
@@ -139,52 +134,66 @@ def _named(name: str | None, kind: str, console: Console) -> Iterator[tuple[str,
 def _spec(kind: str, engine: str, options: CheckOptions) -> dict[str, Any]:
     """Return the arguments of the kit in the subprocess."""
     return {
-        "kind": kind, "engine": engine, "options": dict(options.options or {}), "policy": options.policy, "model": options.model,
-        "dtype": options.dtype, "tolerance": options.tolerance, "limit_s": options.limit_s, "seed": options.seed, "tiers": TIERS,
+        "kind": kind,
+        "engine": engine,
+        "options": dict(options.options or {}),
+        "policy": options.policy,
+        "model": options.model,
+        "dtype": options.dtype,
+        "tolerance": options.tolerance,
+        "limit_s": options.limit_s,
+        "seed": options.seed,
+        "tiers": TIERS,
         "world_size": options.world_size,
         "path": [os.getcwd(), *sys.path],  # as for `python -m`
-    }  # fmt: skip
+    }
 
 
 def _kit(
     runner: SubprocessRunner, engine: str, options: CheckOptions, *, alone: bool, console: Console
 ) -> Conformance | None:
-    """Return the kit for an engine; None if none of the chosen checks applies to it and no engine
-    was named."""
-    known = None if runner.kind else runner.unknowable
-    pairs = dict(each.partition("=")[::2] for each in options.expected)
-    names = {each.name for each in checks_of(runner.kind)}
-    if alone or not options.only or names & set(options.only):
-        kit = Conformance(
-            runner.kind, engine,  # type: ignore[arg-type]
-            tiers=TIERS[: TIERS.index(options.tier) + 1], only=options.only if alone else [n for n in options.only if n in names],
-            expected=pairs if alone else {n: reason for n, reason in pairs.items() if n in names},
-            tolerance=options.tolerance, dtype=options.dtype, world_size=options.world_size,
-        )  # fmt: skip
-        why = runner.unknowable if known is None else known
-        if not why:
-            return kit
-        if alone:
-            raise ConfigError(f"{runner.kind} {engine}: {why}")
-        console.print(Text(f"{runner.kind} {engine}: not checked, {why}", "dim"), soft_wrap=True)
+    """Return the kit for an engine; None if none of the chosen checks applies to it and no engine was named."""
+    if not runner.kind:
+        runner.start()
+    expected = dict(each.partition("=")[::2] for each in options.expected)
+    names, only = {each.name for each in checks_of(runner.kind)}, options.only
+    if not alone:  # options are for checks of any kind
+        only, expected = [n for n in only if n in names], {n: why for n, why in expected.items() if n in names}
+        if options.only and not only:
+            return None
+    kit = Conformance(
+        runner.kind,  # type: ignore[arg-type]
+        engine,
+        tiers=TIERS[: TIERS.index(options.tier) + 1],
+        only=only,
+        expected=expected,
+        tolerance=options.tolerance,
+        dtype=options.dtype,
+        world_size=options.world_size,
+    )
+    if not (why := runner.start()):
+        return kit
+    if alone:
+        raise ConfigError(f"{runner.kind} {engine}: {why}")
+    _print(console, Text(f"{runner.kind} {engine}: not checked, {why}", "dim"))
     return None
 
 
 def _run(
     kit: Conformance, runner: SubprocessRunner, fail_fast: bool, console: Console, on_result: Callable[[Report], None]
 ) -> Report:
-    """Run each check and print its result. Checks with an engine of their own run last; the others
-    share one."""
-    console.print(
-        Text(f"{kit.kind} {kit.engine}: {len(kit.checks)} check{'s' * (len(kit.checks) != 1)}", "bold"),
-        soft_wrap=True,
-    )
+    """Run each check and print its result. Checks with an engine of their own run last; the others share one."""
+    _print(console, Text(f"{kit.kind} {kit.engine}: {len(kit.checks)} check{'s' * (len(kit.checks) != 1)}", "bold"))
     report = Report(kit.kind, kit.engine, ())
     on_result(report)
     progress = Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True,
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
         disable=not console.is_terminal or console.is_dumb_terminal,
-    )  # fmt: skip
+    )
     with progress:
         for each in sorted(kit.checks, key=lambda check: check.alone):
             task = progress.add_task(f"{each.name}: {each.question}")
@@ -192,11 +201,68 @@ def _run(
             progress.remove_task(task)
             report = Report(kit.kind, kit.engine, (*report.results, result), runner.asked)
             on_result(report)
-            consequence = follows(each, report.results, checks_of(kit.kind))
-            print_result(result, console, consequence=consequence)
+            _print_result(result, console, consequence=follows(each, report.results, checks_of(kit.kind)))
             if fail_fast and result.bad:
                 break
         closing = progress.add_task("closing the engine")
         runner.close()
         progress.remove_task(closing)
     return report
+
+
+_MARKS = {
+    "passed": ("✓", "ok", "green"), "failed": ("✗", "FAILED", "bold red"),
+    "does not apply": ("·", "n/a", "dim"), "failed as expected": ("~", "expected", "yellow"),
+    "not asked": ("?", "not asked", "yellow"), "passed unexpectedly": ("✗", "PASSED", "bold red"),
+}  # fmt: skip
+_CONSEQUENCE = ("↳", "follows", "red")
+
+
+def _print_result(result: CheckResult, console: Console, *, consequence: bool) -> None:
+    """Print one line. ``consequence``: a check presupposed by this one has failed, too."""
+    sign, plain, style = _CONSEQUENCE if consequence and result.outcome == "failed" else _MARKS[result.outcome]
+    mark = plain.ljust(8) if console.options.ascii_only or not console.is_terminal else f" {sign} "
+    rest = f"{result.seconds:6.1f} s" if result.seconds else "        "
+    why = f"  {result.detail}" if result.detail and not result.bad else ""
+    _print(console, Text.assemble((mark, style), f" {result.check.name:20}", (rest, "dim"), (why, "dim")))
+
+
+def print_report(report: Report, left: Sequence[str], console: Console) -> None:
+    """Print each probable cause once, then the counts and the level. ``left``: processes killed
+    after the engine was closed."""
+    causes = report.causes
+    for number, cause in enumerate(causes):
+        head = "Probable cause" if len(causes) == 1 else f"Probable cause {number + 1} of {len(causes)}"
+        _print_cause(head, cause, console)
+    if left:
+        running = f"\nleft running when the engine was closed, and killed: {'; '.join(left)}"
+        _print(console, Text(running, "yellow"))
+    counts = Counter(result.outcome for result in report.results)
+    summed = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    every = len(checks_of(report.kind))
+    part = f" ({len(report.results)} of {every} checks were asked)" if len(report.results) < every else ""
+    level = f"level reached: {report.level or f'none{part}'}"
+    _print(
+        console, Text(f"\n{report.kind} {report.engine}: {summed}; {level}\n", "green" if report.ok else "bold red")
+    )
+
+
+def _print_cause(head: str, cause: ProbableCause, console: Console) -> None:
+    result, check = cause.evidence, cause.evidence.check
+    _print(console, Text.assemble(f"\n{head}: ", (cause.title, "bold red")))
+    lines = [("asks", f"{check.question} (check {check.name})")]
+    if result.detail not in cause.title:
+        lines.append(("seen", result.detail))
+    if result.outcome == "failed":
+        lines += [("impact", check.impact), ("hint", result.hint or check.hint)]
+    if cause.same:
+        lines.append(("same in", ", ".join(each.check.name for each in cause.same)))
+    for name, text in lines:
+        _print(console, Text.assemble((f"  {name:8}", "dim"), text))
+    for number, each in enumerate(cause.consequences):
+        text = textwrap.shorten(f"{each.check.name}: {each.detail}", max(console.width - 10, 40), placeholder=" ...")
+        _print(console, Text.assemble((f"  {'' if number else 'follows':8}", "dim"), text))
+
+
+def _print(console: Console, text: Text) -> None:
+    console.print(text, soft_wrap=True)

@@ -1,11 +1,10 @@
-"""Run the checks of an engine in a subprocess, so that a crash or a hang of the engine fails one
-check only.
+"""Run the checks of an engine in a subprocess, so that a crash or a hang of the engine fails one check only.
 
 with SubprocessRunner(spec) as runner:
     result = runner.ask(check)                   # a crash is a failed check; the next check gets a new process
 
-The process keeps its engine between checks. It and its descendants are killed after a failed check,
-and with this process.
+The process keeps its engine between checks. It and its descendants are killed after a failed check, and with this
+process.
 """
 
 from __future__ import annotations
@@ -44,10 +43,9 @@ class SubprocessRunner:
         self._process: _CheckProcess | None = None
         self._start_errors: list[str] = []
 
-    @property
-    def unknowable(self) -> str:
-        """The reason if the engine's correct answers cannot be known, else "". Raises PluginError
-        if it cannot be loaded."""
+    def start(self) -> str:
+        """Start the process, and learn the kind. Return the reason if the engine's correct answers cannot
+        be known, else "". Raises PluginError if it cannot be loaded."""
         hello = self._started().hello
         self.kind = str(hello["kind"])
         return str(hello["unknowable"])
@@ -132,8 +130,7 @@ class _CheckProcess:
             raise
 
     def ask(self, check: Check, *, how: bool) -> dict[str, Any]:
-        """Run a check and return its result. ``how``: with the kit's settings. Raises
-        _ProcessEnded."""
+        """Run a check and return its result. ``how``: with the kit's settings. Raises _ProcessEnded."""
         self._allow(START_S)
         self._send({"ask": check.name, "how": how})
         result: dict[str, Any] = self._receive("result")
@@ -157,8 +154,7 @@ class _CheckProcess:
             self._guarded.line.sendall(json.dumps(message).encode() + b"\n")
 
     def _receive(self, wanted: str) -> Any:
-        """Return the next message with this key; handle the others. Raises _ProcessEnded, or the
-        engine's error."""
+        """Return the next message with this key; handle the others. Raises _ProcessEnded, or the engine's error."""
         while True:
             message = self._message()
             if message is None:

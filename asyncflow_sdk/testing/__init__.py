@@ -2,12 +2,12 @@
 
 from .echo import EchoRollout, EchoTrain
 from .kit import TIERS, Check, CheckFailed, CheckResult, Conformance, EchoPolicy, Policy, Report, checks_of
+from .kit.sampler_checks import check_sampler
+from .kit.staleness_checks import check_staleness_policy
+from .kit.transport_checks import check_transport
 from .latency import Decoding, RolloutLatency
 from .memory import MemoryTransport
-from .samplers import check_sampler
-from .staleness import check_staleness_policy
 from .timed import TimedRollout, TimedTrain
-from .transports import check_transport
 
 __all__ = [
     "TIERS",

@@ -27,8 +27,7 @@ from ..types import Batch, Ragged, VersionSpan, loss_mask, token_versions
 
 
 def weights(steps: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the policy after ``steps`` steps: several dtypes, one empty and one 0-dimensional
-    array."""
+    """Return the policy after ``steps`` steps: several dtypes, one empty and one 0-dimensional array."""
     return {
         "layer.0.weight": np.full((64, 33), steps, np.float32),
         "layer.0.bias": np.full(33, steps, ml_dtypes.bfloat16),
@@ -72,9 +71,13 @@ class EchoRollout(RolloutEngine):
     ) -> None:
         can = {"drain": True, "partial": partial, "in_flight": in_flight}
         self.capabilities = Capabilities(
-            swap=frozenset(how for how in get_args(Swap) if can[how]), token_versions=in_flight,
-            max_rows=max_rows, context=4096, logprobs=proves, held_weights=proves,
-        )  # fmt: skip
+            swap=frozenset(how for how in get_args(Swap) if can[how]),
+            token_versions=in_flight,
+            max_rows=max_rows,
+            context=4096,
+            logprobs=proves,
+            held_weights=proves,
+        )
         self._delay_s, self._spread, self._token_s, self._slow_load_s = delay_s, spread, token_s, slow_load_s
         self._fail_load_at, self._fails_left = fail_load_at, fail_loads
         self._take_fewer_at, self._ignore_at = take_fewer_at, ignore_at
@@ -145,8 +148,7 @@ class EchoRollout(RolloutEngine):
         return Completion(index, ids, np.array([lp for _, lp in drawn], np.float32), reason, spans)
 
     async def load_weights(self, update: WeightUpdate) -> Set[str]:
-        """Copy a version after comparing all names, shapes and dtypes. Raises WeightMismatch,
-        EngineError."""
+        """Copy a version after comparing all names, shapes and dtypes. Raises WeightMismatch, EngineError."""
         if self._running and not self.capabilities.token_versions:
             raise EngineError(f"{self._running} requests are running")
         new = {name: array.copy() for name, array in update.arrays()}
@@ -277,7 +279,7 @@ class EchoTrain(TrainEngine):
         self._open.version = max(self._open.version, getattr(batch, "version", -1))
 
     def end_step(self) -> StepResult:
-        """Count the step, whose reward is the mean over the rows of all parts."""
+        """Count the step; its reward is the mean over the rows of all parts."""
         step, self._open = self._open, None
         if step is None or not sum(map(len, step.rewards)):
             raise EngineError("no step is open" if step is None else "the step has no rows")
@@ -333,15 +335,13 @@ class EchoTrain(TrainEngine):
         self._go_on_with(json.loads((path / "echo.json").read_text())["steps"])
 
     def _go_on_with(self, steps: int) -> None:
-        """Take a checkpoint's steps. After a rollback in a run, earlier leased steps carry other
-        version numbers."""
+        """Take a checkpoint's steps. After a rollback in a run, earlier leased steps carry other version numbers."""
         self.steps, self._version, self._told = steps, -1, not (self._steps_of or self._resumed)
         self._resumed = True
         self._steps_of.clear()
 
     def load_weights(self, update: WeightUpdate) -> None:
-        """Take a published version as the present weights. Raises WeightMismatch for any other
-        array."""
+        """Take a published version as the present weights. Raises WeightMismatch for any other array."""
         found = dict(update.arrays())
         steps = int(found["scale"]) if "scale" in found else -1
         wrong = {

@@ -103,9 +103,16 @@ class EchoRanks(EchoTrain):
     """
 
     def __init__(
-        self, model: str = "", *, algorithm: Any = None, delay_s: float = 0.0, fail_at: int = -1,
-        deaf: bool = False, die_at: int = -1, die: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        model: str = "",
+        *,
+        algorithm: Any = None,
+        delay_s: float = 0.0,
+        fail_at: int = -1,
+        deaf: bool = False,
+        die_at: int = -1,
+        die: int = 1,
+    ) -> None:
         super().__init__(model, algorithm=algorithm, delay_s=delay_s, fail_at=fail_at)
         self._gather = Gather(deaf)
         self._die_at = die_at if self._gather.rank == die else -1

@@ -1,8 +1,7 @@
-"""Latency models: the durations of an engine as numbers, without a clock. `timed` has engines with
-these times.
+"""Latency models: the durations of an engine as numbers, without a clock. `timed` has engines with these times.
 
-All times are the model's seconds, lengths are tokens. With the same model and seed, a simulation
-and a real run have responses of the same lengths, in any order.
+All times are the model's seconds, lengths are tokens. With the same model and seed, a simulation and a real run have
+responses of the same lengths, in any order.
 """
 
 from __future__ import annotations
@@ -26,10 +25,9 @@ K = TypeVar("K", bound=Hashable)
 class RolloutLatency:
     """A replica with continuous batching.
 
-    A step draws one token for each of n running responses in ``step_s + step_row_s * n``. A request
-    delays all by ``prefill_s`` a prompt token, new weights by ``load_s``. Lengths are lognormal
-    with ``median`` and ``sigma``, rounded up, at most ``longest``; ``seed`` and the prompt's first
-    token determine them.
+    A step draws one token for each of n running responses in ``step_s + step_row_s * n``. A request delays all by
+    ``prefill_s`` a prompt token, new weights by ``load_s``. Lengths are lognormal with ``median`` and ``sigma``,
+    rounded up, at most ``longest``; ``seed`` and the prompt's first token determine them.
     """
 
     step_s: float = 0.02
@@ -61,11 +59,10 @@ class RolloutLatency:
 
 
 class Decoding(Generic[K]):
-    """The running responses of a replica, by key. Times may be late, but never decrease; each end
-    has its own time.
+    """The running responses of a replica, by key. Times may be late, but never decrease; each end has its own time.
 
-    All running responses draw a token in each step. One position, the tokens drawn by a response
-    running since the start, tells the progress of each. Every method first advances to ``now``.
+    All running responses draw a token in each step. One position, the tokens drawn by a response running since the
+    start, tells the progress of each. Every method first advances to ``now``.
     """
 
     def __init__(self, latency: RolloutLatency) -> None:

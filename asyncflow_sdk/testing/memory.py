@@ -99,10 +99,9 @@ class MemoryReceiver(WeightReceiver):
 class MemoryTransport(WeightTransport):
     """Move weights by a copy within one process.
 
-    An example of a whole transport, and the transport of tests with workers in threads of one
-    process: a plugin names it by ``AdapterSpec(kind="transport", name="memory",
-    factory="asyncflow_sdk.testing:MemoryTransport")``. In another process ``fetch`` raises
-    VersionGone. Takes no options.
+    An example of a whole transport, and the transport of tests with workers in threads of one process: a plugin names
+    it by ``AdapterSpec(kind="transport", name="memory", factory="asyncflow_sdk.testing:MemoryTransport")``. In
+    another process ``fetch`` raises VersionGone. Takes no options.
     """
 
     def sender(self, host: Host) -> WeightSender:

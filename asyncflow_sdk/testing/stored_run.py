@@ -3,7 +3,7 @@
 with StoredRun(Store(kind="mine", options={...})) as stored:
     stored.start_unit()
     stored.queue("writer", far=True).put({"x": [1.0, 2.0]})
-    stored.process("square", 2)
+    stored.process("square", 2)                      # python -m asyncflow_sdk.testing.stored_run ADDRESS square 2 ""
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
+
+import numpy as np
 
 from ..interfaces import TransferQueue
 from ..interfaces.store import PayloadStore
@@ -59,22 +62,22 @@ class StoredRun:
         if process:
             ensure_unit(connection_of(self.client("starter")).run, config, self._has_unit)
             return
-        stop, failed = threading.Event(), list[BaseException]()
+        ended: Future[None] = Future()
 
-        def serve() -> None:
-            """Keep the error."""
+        def _serve() -> None:
             try:
-                run_unit(config, lambda text: None, stop, beat_s=BEAT_S)
+                run_unit(config, lambda text: None, threading.Event(), beat_s=BEAT_S)
+                ended.set_result(None)
             except BaseException as error:
-                failed.append(error)
+                ended.set_exception(error)
 
-        thread = threading.Thread(target=serve, name="unit")
+        thread = threading.Thread(target=_serve, name="unit")
         self._ends.callback(thread.join, LIMIT_S)
         self._ends.callback(self.run.close)  # the unit then removes its files
         thread.start()
-        until(lambda: failed or self._has_unit(), "the start of the storage unit")
-        if failed:
-            raise failed[0]
+        until(lambda: ended.done() or self._has_unit(), "the start of the storage unit")
+        if ended.done():
+            ended.result()
 
     def _has_unit(self) -> bool:
         return any(home.address for home in self.run.homes())
@@ -86,9 +89,10 @@ class StoredRun:
         until(lambda: not self._has_unit(), "the end of the storage unit")
 
     def process(self, action: str, rows: int, key: str = "") -> None:
-        """Run a client in a process of its own, until it has ended. ``action``: of `store_client`."""
-        command = [sys.executable, "-m", "asyncflow_sdk.testing.store_client", self.run.addresses[1], action]
-        done = subprocess.run([*command, str(rows), key], capture_output=True, text=True, timeout=2 * LIMIT_S)
+        """Run a client in a process of its own, until it has ended. ``action``: "put" rows with a column x, by
+        ``key``; "square": add the column y; "use": compare both."""
+        command = [sys.executable, "-m", __name__, self.run.addresses[1], action, str(rows), key]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=2 * LIMIT_S)
         if done.returncode:
             raise CheckFailed(f"{action} of {rows} rows in a process of its own failed: {done.stderr[-2000:]}")
 
@@ -116,3 +120,30 @@ def until(condition: Callable[[], Any], what: str, limit_s: float = 2 * LIMIT_S)
     while not condition():
         expect(time.monotonic() < end, f"not within {limit_s:g} s: {what}")
         time.sleep(0.02)
+
+
+def squares(x: Any) -> Any:
+    """Return the squares of a column."""
+    return np.square(x)
+
+
+def _run_client(address: str, action: str, count: str, key: str) -> None:
+    rows = int(count)
+    with connect(address, name=action) as run:
+        if action == "put":
+            run.queue.put({"x": np.arange(float(rows))}, key=key)
+            return
+        while rows:
+            with run.queue.get(action, rows, timeout_s=LIMIT_S) as batch:
+                rows -= batch.rows
+                x = batch.array("x")
+                if action == "square":
+                    batch.complete({"y": squares(x)})
+                    continue
+                if (batch.array("y") != squares(x)).any():
+                    raise ValueError(f"squares of {x.tolist()} are read as {batch.array('y').tolist()}")
+                batch.ack()
+
+
+if __name__ == "__main__":
+    _run_client(*sys.argv[1:])

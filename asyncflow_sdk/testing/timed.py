@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import math
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Set
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..errors import ConfigError, EngineError
-from ..interfaces import Capabilities, Completion, Request, RolloutEngine, StepResult, TrainEngine, WeightUpdate
+from ..interfaces import Capabilities, Completion, Request, RolloutEngine, StepResult, WeightUpdate
 from ..types import Batch, Ragged, VersionSpan
+from .echo import EchoTrain
 from .latency import Decoding, RolloutLatency
 
 
@@ -45,8 +44,7 @@ class _Request:
 
 
 class TimedRollout(RolloutEngine):
-    """Generate with the times of `RolloutLatency`: its fields are options beside ``max_rows`` and
-    ``time_scale``.
+    """Generate with the times of `RolloutLatency`: its fields are options beside ``max_rows`` and ``time_scale``.
 
     Weights load after draining or in flight. One timer serves all running responses.
     """
@@ -132,21 +130,19 @@ class TimedRollout(RolloutEngine):
         for position, version in self._marks[1:]:
             at = max(0, math.floor(position - request.start))
             if at < tokens:
-                spans = [
-                    s for s in (VersionSpan(s.version, s.start, min(s.end, at)) for s in spans) if s.start < s.end
-                ]
-                spans.append(VersionSpan(version, at, tokens))
+                cut = (VersionSpan(span.version, span.start, min(span.end, at)) for span in spans)
+                spans = [*(span for span in cut if span.start < span.end), VersionSpan(version, at, tokens)]
         reason = "stop" if tokens < self.latency.longest else "length"
         return Completion(index, self._ids[:tokens], self._logprobs[:tokens], reason, spans)
 
 
-class TimedTrain(TrainEngine):
+class TimedTrain(EchoTrain):
     """A step takes ``step_s`` plus ``token_s`` a token of prompts and responses, reading all
     weights ``copy_s``, and log-probs of a batch ``token_s`` a token. In parts, each part takes its
     tokens' time, and the end of the step ``step_s``."""
 
     conformance_policy = ""
-    restores = streams = True
+    reshards = False
 
     def __init__(
         self,
@@ -158,48 +154,19 @@ class TimedTrain(TrainEngine):
         copy_s: float = 0.0,
         time_scale: float = 1.0,
     ) -> None:
-        self.steps = 0
-        self._token_s, self._step_s, self._copy_s = (
-            each / check_scale(time_scale) for each in (token_s, step_s, copy_s)
-        )
+        super().__init__(model, algorithm=algorithm)
+        scale = check_scale(time_scale)
+        self._token_s, self._step_s, self._copy_s = token_s / scale, step_s / scale, copy_s / scale
         self._busy = threading.Lock()
-        self._open: list[np.ndarray[Any, Any]] | None = None  # rewards of the parts of the open step
-
-    def train_step(self, batch: Batch) -> StepResult:
-        """Wait for the step's duration; report the mean reward."""
-        self._take(self._step_s + self._token_s * tokens_of(batch))
-        self.steps += 1
-        return StepResult({"reward": float(batch.array("reward").mean())})
-
-    def begin_step(self, step: int) -> None:
-        """Begin a step in parts, which takes no time."""
-        if self._open is not None:
-            raise EngineError("a step is open: end or abort it before the next")
-        self._open = []
-
-    def accumulate(self, batch: Batch) -> None:
-        """Wait for the duration of a part's tokens."""
-        if self._open is None:
-            raise EngineError("no step is open: begin one before its parts")
-        self._take(self._token_s * tokens_of(batch))
-        self._open.append(np.array(batch.array("reward")))
 
     def end_step(self) -> StepResult:
         """Wait for ``step_s``; report the mean reward of all parts."""
-        rewards, self._open = self._open, None
-        if rewards is None or not sum(map(len, rewards)):
-            raise EngineError("no step is open" if rewards is None else "the step has no rows")
         self._take(self._step_s)
-        self.steps += 1
-        return StepResult({"reward": float(np.concatenate(rewards).mean())})
-
-    def abort_step(self) -> None:
-        """Discard the open step."""
-        self._open = None
+        return super().end_step()
 
     def logprobs(self, batch: Batch) -> Ragged:
         """Return zeros after the duration of a pass."""
-        self._take(self._token_s * tokens_of(batch))
+        self._verify(batch)
         lengths = batch.ragged("response_ids").lengths
         return Ragged.from_lengths(np.zeros(int(lengths.sum()), np.float32), lengths)
 
@@ -208,29 +175,15 @@ class TimedTrain(TrainEngine):
         self._take(self._copy_s)
         yield "steps", np.array([self.steps], np.int64)
 
-    def save(self, path: Path) -> None:
-        """Write the number of steps."""
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "timed.json").write_text(json.dumps({"steps": self.steps}))
-
-    def load(self, path: Path) -> None:
-        """Continue with saved steps."""
-        self.steps = json.loads((path / "timed.json").read_text())["steps"]
-
     def load_weights(self, update: WeightUpdate) -> None:
         """Continue with a version's steps."""
         self._take(self._copy_s)
         self.steps = int(dict(update.arrays())["steps"][0])
 
-    def export(self, path: Path) -> None:
-        """Write the same file as `save`."""
-        self.save(path)
+    def _verify(self, batch: Batch) -> None:
+        """Wait for the duration of a batch's tokens, and look at no row."""
+        self._take(self._token_s * sum(len(batch.ragged(name).values) for name in ("prompt_ids", "response_ids")))
 
     def _take(self, seconds: float) -> None:
         with self._busy:  # a device does one thing after another
             time.sleep(seconds)
-
-
-def tokens_of(batch: Batch) -> int:
-    """Return the number of prompt and response tokens."""
-    return sum(len(batch.ragged(name).values) for name in ("prompt_ids", "response_ids"))

@@ -3,11 +3,11 @@ with published bytes."""
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -16,6 +16,7 @@ from ..memory import SharedDirectory
 from ..types import Chunk, Manifest, TensorInfo, dtype_name, to_torch
 from ..types.dtypes import from_torch, is_torch
 from ..types.manifest import digest
+from .kit.threads import EngineThread
 
 ALIGN = 64
 BUCKET = 1 << 16
@@ -25,43 +26,6 @@ LIMIT_S = 30.0
 Bytes = npt.NDArray[np.uint8]
 Array = np.ndarray[Any, Any]
 T = TypeVar("T")
-
-
-class WorkThread:
-    """A thread for one call after another, like those of a publisher and of a replica."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, daemon=True, name=name).start()
-
-    def do(self, what: str, work: Callable[[], T]) -> T:
-        """Run ``work`` and return its result. Raises its error, or AssertionError after LIMIT_S."""
-        outcome: list[T] = []
-        errors: list[BaseException] = []
-        ended = threading.Event()
-
-        def run() -> None:
-            """Keep the result or the error, and wake the caller."""
-            try:
-                outcome.append(work())
-            except BaseException as error:
-                errors.append(error)
-            ended.set()
-
-        self._work.put(run)
-        assert ended.wait(LIMIT_S), f"{what} did not return within {LIMIT_S:g} s"
-        if errors:
-            raise errors[0]
-        return outcome[0]
-
-    def end(self) -> None:
-        """Let the thread end after the queued work."""
-        self._work.put(None)
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
 
 
 class Sent:
@@ -80,27 +44,22 @@ class Sent:
         said = f"version {self.version}{what}"
         assert isinstance(fetched, Fetched), f"fetch returned {fetched!r}, no Fetched"
         assert fetched.manifest == self.manifest, f"{said} was fetched with another manifest"
-        assert len(fetched.chunks) == len(self.chunks), (
-            f"{said} has {len(fetched.chunks)} chunks, not {len(self.chunks)}"
-        )
+        found, sent = len(fetched.chunks), len(self.chunks)
+        assert found == sent, f"{said} has {found} chunks, not {sent}"
         for n, (have, wanted) in enumerate(zip(fetched.chunks, self.chunks, strict=True)):
-            plain = plain_bytes(have)
-            assert plain.dtype == np.uint8, f"{said}: chunk {n} is {plain.dtype}, not uint8"
-            assert plain.shape == wanted.shape, f"{said}: chunk {n} has shape {plain.shape}, not {wanted.shape}"
-            if is_torch(have):
-                assert have.is_contiguous(), f"{said}: chunk {n} is not contiguous"
-            else:
-                assert plain.flags.c_contiguous, f"{said}: chunk {n} is not contiguous"
-                assert plain.flags.writeable, f"{said}: chunk {n} cannot be written"
+            plain, chunk = plain_bytes(have), f"{said}: chunk {n}"
+            assert plain.dtype == np.uint8, f"{chunk} is {plain.dtype}, not uint8"
+            assert plain.shape == wanted.shape, f"{chunk} has shape {plain.shape}, not {wanted.shape}"
+            whole = have.is_contiguous() if is_torch(have) else plain.flags.c_contiguous
+            assert whole, f"{chunk} is not contiguous"
+            assert is_torch(have) or plain.flags.writeable, f"{chunk} cannot be written"
             if not np.array_equal(plain, wanted):
                 at = int(np.flatnonzero(plain != wanted)[0])
-                holds = [
+                here = [
                     t.name for t in self.manifest.tensors if t.chunk == n and t.offset <= at < t.offset + t.nbytes
                 ]
-                raise AssertionError(
-                    f"{said}: byte {at} of chunk {n} ({', '.join(holds) or 'padding'}) is {plain[at]}, not"
-                    f" {wanted[at]}"
-                )
+                holds = ", ".join(here) or "padding"
+                raise AssertionError(f"{said}: byte {at} of chunk {n} ({holds}) is {plain[at]}, not {wanted[at]}")
 
 
 class TransportHarness:
@@ -109,16 +68,15 @@ class TransportHarness:
     ``run``: the run's name; by default a new one.
     """
 
-    random: np.random.Generator
-
     def __init__(
         self, sending: Callable[[], WeightTransport], fetching: Callable[[], WeightTransport], *, run: str = ""
     ) -> None:
         self._fetching = fetching
         self._memory = SharedDirectory()  # of one that was killed, the next one removes it
         self._run = run or self._memory.path.name
-        self._lines = {name: WorkThread(name) for name in ("trainer", "delivery", "replica")}
+        self._threads = {name: EngineThread() for name in ("trainer", "delivery", "replica")}
         self._names = 0
+        self.random = np.random.default_rng(0)
         self.receivers: list[WeightReceiver] = []
         try:
             self.transport = sending()
@@ -146,50 +104,62 @@ class TransportHarness:
         return Host(directory=self._memory.path, name=f"{self._names}-0", run=self._run)
 
     def trainer(self, what: str, work: Callable[[], T]) -> T:
-        """Run ``work`` in the trainer's thread."""
-        return self._lines["trainer"].do(what, work)
+        """Run ``work`` in the trainer's thread. Raises its error, or AssertionError after LIMIT_S."""
+        return self._in("trainer", what, work)
+
+    def _in(self, thread: str, what: str, work: Callable[[], T]) -> T:
+        return self._threads[thread].call(work, LIMIT_S, what)
 
     def fetch(
-        self, receiver: WeightReceiver, sent: Sent, *, where: bytes | None = None, base: Fetched | None = None,
+        self,
+        receiver: WeightReceiver,
+        sent: Sent,
+        *,
+        where: bytes | None = None,
+        base: Fetched | None = None,
         timeout_s: float = LIMIT_S / 2,
-    ) -> Fetched:  # fmt: skip
+    ) -> Fetched:
         """Fetch a version in the replica's thread. Raises the error of the transport."""
         place = sent.where if where is None else where
-        return self._lines["replica"].do(
-            f"fetch of version {sent.version}",
-            lambda: receiver.fetch(sent.manifest, place, base=base, timeout_s=timeout_s),
-        )
+        work = partial(receiver.fetch, sent.manifest, place, base=base, timeout_s=timeout_s)
+        return self._in("replica", f"fetch of version {sent.version}", work)
 
     def write(
-        self, version: int, tensors: Mapping[str, Array], *, bucket: int = BUCKET, chunk: int = 4 * BUCKET,
-        tied: Mapping[str, str] = {}, digests: bool = True, spare: int = 0,
-    ) -> tuple[Manifest, list[Any]]:  # fmt: skip
+        self,
+        version: int,
+        tensors: Mapping[str, Array],
+        *,
+        bucket: int = BUCKET,
+        chunk: int = 4 * BUCKET,
+        tied: Mapping[str, str] = {},
+        digests: bool = True,
+        spare: int = 0,
+    ) -> tuple[Manifest, list[Any]]:
         """Fill the rooms of a version; return its manifest and their memory. ``spare``: bytes
         requested and trimmed."""
         infos, sizes = layout(tensors, chunk)
-        infos += [_renamed(next(i for i in infos if i.name == name), alias) for alias, name in tied.items()]
+        own = {info.name: info for info in infos}
+        infos += [msgspec.structs.replace(own[name], name=alias) for alias, name in tied.items()]
         memories = []
         for number, size in enumerate(sizes):
-            room = self.trainer(f"room({size + spare})", lambda size=size: self.sender.room(size + spare))  # type: ignore[misc]
+            room = self.trainer(f"room({size + spare})", partial(self.sender.room, size + spare))
             if spare:
-                self.trainer(f"trim({size})", lambda room=room, size=size: room.trim(size))  # type: ignore[misc]
+                self.trainer(f"trim({size})", partial(room.trim, size))
             assert len(room.memory) == size, f"room({size}) has {len(room.memory)} bytes"
             plain = np.zeros(size, np.uint8)
             for info in infos:
                 if info.chunk == number and info.name in tensors:
-                    plain[info.offset : info.offset + info.nbytes] = np.frombuffer(
-                        tensors[info.name].tobytes(), np.uint8
-                    )
+                    raw = np.frombuffer(tensors[info.name].tobytes(), np.uint8)
+                    plain[info.offset : info.offset + info.nbytes] = raw
             put(room.memory, plain)
             memories.append(room.memory)
-        chunks = tuple(
-            Chunk(len(memory), _digests(plain_bytes(memory), bucket) if digests else ()) for memory in memories
-        )
+        found = [digests_of(plain_bytes(memory), bucket) if digests else () for memory in memories]
+        chunks = tuple(map(Chunk, map(len, memories), found))
         return Manifest(version, tuple(infos), chunks, bucket), memories
 
     def send(self, manifest: Manifest) -> bytes:
         """Send a manifest in the delivery thread; return its location."""
-        where = self._lines["delivery"].do(f"send of version {manifest.version}", lambda: self.sender.send(manifest))
+        where = self._in("delivery", f"send of version {manifest.version}", lambda: self.sender.send(manifest))
         assert isinstance(where, bytes), f"send returned {where!r}, no bytes"
         return where
 
@@ -209,11 +179,11 @@ class TransportHarness:
     def __exit__(self, *exc: object) -> None:
         try:
             for receiver in self.receivers:
-                self._lines["replica"].do("close of a receiver", receiver.close)
+                self._in("replica", "close of a receiver", receiver.close)
             self.trainer("close of the sender", self.sender.close)
         finally:
-            for line in self._lines.values():
-                line.end()
+            for thread in self._threads.values():
+                thread.close()
             self._memory.close()
 
 
@@ -243,10 +213,7 @@ def put(memory: Any, plain: Bytes) -> None:
         memory[:] = plain
 
 
-def _digests(plain: Bytes, bucket: int) -> tuple[bytes, ...]:
+def digests_of(plain: Bytes, bucket: int) -> tuple[bytes, ...]:
+    """Return the digest of each bucket."""
     view = memoryview(plain)  # type: ignore[arg-type]
     return tuple(digest(view[start : start + bucket]) for start in range(0, len(plain), bucket))
-
-
-def _renamed(info: TensorInfo, name: str) -> TensorInfo:
-    return TensorInfo(name, info.dtype, info.shape, info.chunk, info.offset, info.start, info.whole)

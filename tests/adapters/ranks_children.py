@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from children import outcome, say
 from waiting import until
 
 from asyncflow_sdk.errors import SchemaError
-from asyncflow_sdk.testing.kit.rank_files import read_batch
 from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.sharded_files import FileParts, Reader, write_together
 
@@ -101,13 +101,13 @@ def one_of_two(folder: str, rank: int, dies_: int, ports: list[int]) -> None:
         ranks.close()
 
 
-def gives_up_parts(model: str, rank: int, port: int, part: str, bad: str) -> None:
-    """``part``, ``bad``: files of this rank's rows; those of one rank cannot be trained."""
+def gives_up_parts(model: str, rank: int, port: int, rows_file: str) -> None:
+    """Train on the first rows of a file, and try the second ones: those of one rank cannot be trained."""
     from asyncflow_fsdp.engine import FsdpEngine
 
     be(rank, port)
     engine = FsdpEngine(model, learning_rate=1e-3, threads=1)
-    rows, bad_rows = read_batch(Path(part)), read_batch(Path(bad))
+    rows, bad_rows = np.load(rows_file, allow_pickle=True)
 
     def ask(call: Callable[..., object], *arguments: object) -> None:
         found = outcome(call, *arguments)

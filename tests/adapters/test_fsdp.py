@@ -25,7 +25,6 @@ from asyncflow_sdk.interfaces import TrainEngine
 from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.testing import Conformance
 from asyncflow_sdk.testing.kit.conformance import checks_of
-from asyncflow_sdk.testing.kit.rank_files import write_batch
 from asyncflow_sdk.testing.kit.ranks import RankProcesses
 from asyncflow_sdk.testing.kit.train.lab import Tensors, copied, distance
 from asyncflow_sdk.types import Batch, Ragged, to_torch
@@ -618,15 +617,15 @@ def test_a_step_that_one_rank_gives_up_is_over_on_all_and_the_next_is_right(
     rewards = np.full(bad.rows, np.nan, np.float32)
     shares = [groups_of(batch, [3, 1]), groups_of(batch, [4])]
     refused = [Batch.of({name: bad[name] for name in bad} | {"reward": rewards}, groups=bad.groups), shares[1]]
-    for rank in range(2):
-        write_batch(tmp_path / f"part-{rank}.npz", shares[rank])
-        write_batch(tmp_path / f"bad-{rank}.npz", refused[rank])
-    port = free_port()
-    files = [(str(tmp_path / f"part-{rank}.npz"), str(tmp_path / f"bad-{rank}.npz")) for rank in range(2)]
+    port, files = free_port(), [str(tmp_path / f"{rank}.npy") for rank in range(2)]
+    for rank, file in enumerate(files):
+        both = np.empty(2, object)
+        both[0], both[1] = shares[rank], refused[rank]
+        np.save(file, both)
 
     with (
-        Child(gives_up_parts, tiny, 0, port, *files[0]) as first,
-        Child(gives_up_parts, tiny, 1, port, *files[1]) as second,
+        Child(gives_up_parts, tiny, 0, port, files[0]) as first,
+        Child(gives_up_parts, tiny, 1, port, files[1]) as second,
     ):
         said = [[rank.hear() for _ in range(6)] for rank in (first, second)]
         assert [rank.wait() for rank in (first, second)] == [0, 0]

@@ -11,8 +11,7 @@ import torch
 
 from asyncflow_sdk.errors import ConfigError, ProtocolError, VersionGone
 from asyncflow_sdk.interfaces import Host
-from asyncflow_sdk.testing import check_transport
-from asyncflow_sdk.testing.transports import TRANSPORT_CHECKS
+from asyncflow_sdk.testing import check_transport, checks_of
 from asyncflow_sdk.types import Chunk, Manifest
 from asyncflow_torch.transports.cuda import CudaHandle, CudaTransport, DeviceMemory, handles_of
 
@@ -105,7 +104,7 @@ class WithoutDevice(CudaTransport):
     memory = HostMemory()
 
 
-@pytest.mark.parametrize("check", TRANSPORT_CHECKS)
+@pytest.mark.parametrize("check", [check.name for check in checks_of("transport")])
 def test_but_for_cuda_itself_it_keeps_to_the_contract(check: str) -> None:
     check_transport(WithoutDevice, WithoutDevice, only=[check])
 

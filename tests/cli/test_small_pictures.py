@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console, Group
 from test_top_picture import VERSIONS, picture, replica, report
 
-from asyncflow_sdk.cli.check_report import print_report
+from asyncflow_sdk.cli.check import print_report
 from asyncflow_sdk.cli.doctor import Examination
 from asyncflow_sdk.cli.formats import sparkline
 from asyncflow_sdk.cli.queue_screen import weights_table

@@ -11,7 +11,8 @@ from wrong_trainers import WrongTrain
 
 import asyncflow_sdk as af
 from asyncflow_sdk.testing import CheckResult, Conformance, Report, checks_of
-from asyncflow_sdk.testing.kit.causes import probable_causes
+from asyncflow_sdk.testing.kit.check import prerequisites, probable_causes
+from asyncflow_sdk.testing.kit.conformance import KINDS
 from asyncflow_sdk.testing.kit.diagnosis import diagnose_numbers
 
 ROLLOUT = {
@@ -122,9 +123,6 @@ def test_independent_failures_are_causes_of_their_own() -> None:
 
 
 def test_every_presupposed_check_is_there_and_none_presupposes_itself() -> None:
-    from asyncflow_sdk.testing.kit.causes import prerequisites
-    from asyncflow_sdk.testing.kit.conformance import KINDS
-
     for kind in KINDS:
         table = {check.name: check for check in checks_of(kind)}
         for name, check in table.items():

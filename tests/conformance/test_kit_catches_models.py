@@ -16,7 +16,7 @@ import pytest
 
 import asyncflow_sdk as af
 from asyncflow_sdk.testing import Conformance
-from asyncflow_sdk.testing.kit.chance import FALSE_ALARM, chance
+from asyncflow_sdk.testing.kit.precision import FALSE_ALARM, chance
 from asyncflow_sdk.types import VersionSpan
 
 pytest.importorskip("torch")

@@ -14,9 +14,8 @@ from asyncflow_sdk.errors import ConfigError, DigestMismatch, VersionGone
 from asyncflow_sdk.interfaces import Fetched, Host, WeightReceiver, WeightSender, WeightTransport
 from asyncflow_sdk.interfaces.weights import Room
 from asyncflow_sdk.plugins import registry
-from asyncflow_sdk.testing import check_transport, transport_harness
+from asyncflow_sdk.testing import check_transport, checks_of, transport_harness
 from asyncflow_sdk.testing.memory import MemoryReceiver, MemorySender, MemoryTransport
-from asyncflow_sdk.testing.transports import TRANSPORT_CHECKS
 from asyncflow_sdk.types import Manifest
 from asyncflow_sdk.weights import make_transport
 
@@ -164,6 +163,7 @@ class WrongTransport(MemoryTransport):
 
 NAMES = [adapter.spec.name for adapter in registry().adapters if adapter.spec.kind == "transport"]
 NEEDS_CUDA = ("cuda-ipc",)
+CHECKS = [check.name for check in checks_of("transport")]
 
 
 def ends_of(name: str, folder: Path) -> tuple[Callable[[], WeightTransport], Callable[[], WeightTransport]]:
@@ -171,7 +171,7 @@ def ends_of(name: str, folder: Path) -> tuple[Callable[[], WeightTransport], Cal
     return partial(make_transport, name, **options), partial(make_transport, name)
 
 
-@pytest.mark.parametrize("check", TRANSPORT_CHECKS)
+@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NEEDS_CUDA])
 def test_every_transport_keeps_the_contract(name: str, check: str, tmp_path: Path) -> None:
     check_transport(*ends_of(name, tmp_path), only=[check])
@@ -205,7 +205,7 @@ def test_a_wrong_transport_is_found(check: str, fault: str, monkeypatch: pytest.
 
 
 def test_each_check_finds_a_wrong_transport() -> None:
-    assert WRONG.keys() == TRANSPORT_CHECKS.keys()
+    assert WRONG.keys() == {*CHECKS}
 
 
 def test_a_check_that_is_not_there_is_refused() -> None:

@@ -35,9 +35,7 @@ _names = itertools.count()
 
 def ends_of(transport: str, run: str = "", **options: Any) -> TransportHarness:
     """``options``: of the sending end."""
-    ends = TransportHarness(lambda: make_transport(transport, **options), lambda: make_transport(transport), run=run)
-    ends.random = np.random.default_rng(0)
-    return ends
+    return TransportHarness(lambda: make_transport(transport, **options), lambda: make_transport(transport), run=run)
 
 
 def tcp(**options: Any) -> TransportHarness:

@@ -103,7 +103,7 @@ class Backwards(Sampler):
 WRONG: list[tuple[Any, Callable[..., Any], str, str]] = [
     ("tracker", Rounds, "odd_numbers", "cannot convert float"),
     ("tracker", Anew, "resumed", "File exists"),
-    ("launcher", NeverStops, "stops", "did not return"),
+    ("launcher", NeverStops, "stops", "did not end within"),
     ("launcher", SaysNothing, "failing", "status 0"),
     ("sampler", Backwards, "choices", "were not chosen"),
 ]

@@ -1,7 +1,6 @@
 """The conformance kit: checks of engines and other plugins, and the explanation of their failures."""
 
-from .causes import ProbableCause
-from .check import TIERS, Check, CheckFailed, CheckResult
+from .check import TIERS, Check, CheckFailed, CheckResult, ProbableCause
 from .conformance import Conformance, Report, checks_of
 from .policy import EchoPolicy, Policy
 

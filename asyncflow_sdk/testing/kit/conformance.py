@@ -24,16 +24,24 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
-from typing import Any, Protocol
+from typing import Any
 
 from ..._version import __version__
 from ...errors import ConfigError, PluginError
 from ...plugins import Kind, import_name, registry
 from ...types.defaults import CHECK_S
 from ...types.dtypes import check_floating
-from .causes import ProbableCause, probable_causes
-from .check import TIERS, Check, CheckFailed, CheckResult, DoesNotApply, NotAsked, known_checks
-from .plain_lab import PlainLab
+from .check import (
+    TIERS,
+    Check,
+    CheckFailed,
+    CheckResult,
+    DoesNotApply,
+    NotAsked,
+    ProbableCause,
+    probable_causes,
+)
+from .lab import Lab, PlainLab
 from .policy import Policy
 from .precision import dtype_of, tolerance_of
 from .ranks import RankProcesses
@@ -43,13 +51,12 @@ from .train.lab import TrainLab
 HUGGING_FACE = "asyncflow_torch.reference:HuggingFacePolicy"
 _MODULES = {
     "rollout": (
-        "rollout.basic", "rollout.restrictions", "rollout.loads", "rollout.full", "rollout.swaps", "rollout.proofs", "rollout.machine",
-        "rollout.chaos",
+        "rollout.basic", "rollout.restrictions", "rollout.loads", "rollout.full", "rollout.swaps", "rollout.machine", "rollout.chaos",
     ),
-    "train": ("train.basic", "train.full", "train.parts", "train.inputs", "train.precision", "train.chaos"),
+    "train": ("train.basic", "train.full", "train.parts", "train.inputs", "train.chaos"),
     "transport": ("transport_checks",),
-    "sampler": ("policy_checks",),
-    "staleness": ("policy_checks",),
+    "sampler": ("sampler_checks",),
+    "staleness": ("staleness_checks",),
     "algorithm": ("algorithm_checks",),
     "launcher": ("launcher_checks",),
     "tracker": ("tracker_checks",),
@@ -57,29 +64,6 @@ _MODULES = {
 }  # fmt: skip
 KINDS = tuple(_MODULES)
 """Kinds of plugins with checks."""
-
-
-class Lab(Protocol):
-    """Holds the plugin under check, of one kind; for one thread.
-
-    ``seed``: of randomised checks; None: a fixed one. ``ever_made``: True once there was an engine.
-    ``waits``: called before each wait for the engine, with its limit in seconds.
-    """
-
-    seed: int | None
-    ever_made: bool
-    waits: Callable[[float], Any]
-
-    def ask(self, body: Callable[[Any], Any], what: str) -> str | None:
-        """Run a check; return its remark. Raises the error of the check, CheckFailed after a
-        timeout."""
-
-    def renew(self) -> None:
-        """Drop the engine after a failure; the next check gets a new one."""
-
-    def close(self) -> None:
-        """Free everything. Idempotent."""
-
 
 _LABS: dict[str, Callable[..., Lab]] = {"rollout": RolloutLab, "train": TrainLab}
 """Kinds with a model; others have a `PlainLab`."""
@@ -101,16 +85,16 @@ class Report:
 
     @property
     def level(self) -> str:
-        """The highest tier reached: all its checks, and those of the tiers below, passed or do not
-        apply.
+        """The highest tier reached: all its checks, and those of the tiers below, passed or do not apply.
 
         "" is none. Expected failures and checks that were not asked count against it.
         """
         reached = ""
         for tier in TIERS:
             asked = [result for result in self.results if result.check.tier == tier]
-            whole = {each.name for each in known_checks(self.kind, [tier])} == {each.check.name for each in asked}
-            if not asked or not whole or any(r.outcome not in ("passed", "does not apply") for r in asked):
+            whole = {each.name for each in checks_of(self.kind) if each.tier == tier}
+            short = any(result.outcome not in ("passed", "does not apply") for result in asked)
+            if not asked or short or whole != {each.check.name for each in asked}:
                 return reached
             reached = tier
         return reached
@@ -124,39 +108,54 @@ class Report:
         """Return plain values, for JSON."""
         results = [result.to_dict() for result in self.results]
         return {
-            "sdk": __version__, "kind": self.kind, "engine": self.engine, "level": self.level, "ok": self.ok,
-            "causes": [cause.title for cause in self.causes], **self.asked, "results": results,
-        }  # fmt: skip
+            "sdk": __version__,
+            "kind": self.kind,
+            "engine": self.engine,
+            "level": self.level,
+            "ok": self.ok,
+            "causes": [cause.title for cause in self.causes],
+            **self.asked,
+            "results": results,
+        }
 
 
 class Conformance:
     """The checks of one engine. Not thread-safe. Raises ConfigError and PluginError.
 
-    ``engine``: an adapter's name, "module:attribute", or the factory; ``options``: its options.
-    ``policy``: the source of correct answers, a `Policy` or "module:attribute"; by default the
-    factory's ``conformance_policy`` ("": correct answers are unknown), else a small Hugging Face
-    model (``model``: another folder; ``dtype``: of its weights, by default the folder's).
+    ``engine``: an adapter's name, "module:attribute", or the factory; ``options``: its options. ``policy``: the
+    source of correct answers, a `Policy` or "module:attribute"; by default the factory's ``conformance_policy`` ("":
+    correct answers are unknown), else a small Hugging Face model (``model``: another folder; ``dtype``: of its
+    weights, by default the folder's).
 
-    ``tiers``, ``only``: the checks to run, by tier or name. ``expected``: checks expected to fail,
-    with reasons; passing is then a failure. ``tolerance``: of log-probs, nats; by default suitable
-    for the dtype of the policy's weights. ``limit_s``: the limit of each check. ``seed``: of
-    randomised checks; None: a fixed one. ``world_size``: the processes of one train engine, each
-    with a rank's environment.
+    ``tiers``, ``only``: the checks to run, by tier or name. ``expected``: checks expected to fail, with reasons;
+    passing is then a failure. ``tolerance``: of log-probs, nats; by default suitable for the dtype of the policy's
+    weights. ``limit_s``: the limit of each check. ``seed``: of randomised checks; None: a fixed one. ``world_size``:
+    the processes of one train engine, each with a rank's environment.
     """
 
     def __init__(
-        self, kind: Kind, engine: str | Callable[..., Any], *, options: Mapping[str, Any] | None = None,
-        policy: Policy | str | None = None, model: str | None = None, dtype: str | None = None,
-        tiers: Sequence[str] = ("basic", "full"), only: Sequence[str] = (), expected: Mapping[str, str] | None = None,
-        tolerance: float | None = None, limit_s: float = CHECK_S, seed: int | None = None,
+        self,
+        kind: Kind,
+        engine: str | Callable[..., Any],
+        *,
+        options: Mapping[str, Any] | None = None,
+        policy: Policy | str | None = None,
+        model: str | None = None,
+        dtype: str | None = None,
+        tiers: Sequence[str] = ("basic", "full"),
+        only: Sequence[str] = (),
+        expected: Mapping[str, str] | None = None,
+        tolerance: float | None = None,
+        limit_s: float = CHECK_S,
+        seed: int | None = None,
         world_size: int = 1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         checks = checks_of(kind)
         self.kind, self.engine = kind, engine if isinstance(engine, str) else _name_of(engine)
         self.expected = dict(expected or {})
-        _known("tier", tiers, TIERS)
+        _check_known("tier", tiers, TIERS)
         for names in (only, self.expected):
-            _known(f"check of {kind} engines", names, [each.name for each in checks])
+            _check_known(f"check of {kind} engines", names, [each.name for each in checks])
         for name, reason in self.expected.items():
             if not reason:
                 raise ConfigError(f"check {name!r} is expected to fail, and no reason is given")
@@ -167,23 +166,28 @@ class Conformance:
             raise ConfigError(f"tolerance is above 0, not {tolerance}")
         if dtype is not None:
             check_floating(dtype)
-        self._named, self._policy, self._model, self._dtype = engine, policy, model, dtype
-        self._options = dict(options or {})
-        self._tolerance, self._limit_s = tolerance, limit_s
-        self._seed = seed
         if world_size != 1 and (kind != "train" or world_size < 1):
             raise ConfigError(f"world_size={world_size} is not for {kind} engines: train engines have 1 rank or more")
-        self._world_size = world_size
+        self._named, self._policy, self._options = engine, policy, dict(options or {})
+        self._given: dict[str, Any] = {
+            "options": {name: _plain(value) for name, value in self._options.items()},
+            "model": model,
+            "policy": None,
+            "dtype": dtype,
+            "tolerance": tolerance,
+            "limit_s": limit_s,
+            "seed": seed,
+            "world_size": world_size,
+        }
+        self._known: dict[str, Any] = {}
         self._ranks: RankProcesses | None = None
         self._lab: Lab | None = None
-        self._known: dict[str, Any] = {}
         self.waits: Callable[[float], Any] = lambda _: None
         """Called before each wait for the engine, with its limit in seconds."""
 
     @property
     def unknowable(self) -> str:
-        """The reason if correct answers are unknown, else "". Raises PluginError if it cannot be
-        loaded."""
+        """The reason if correct answers are unknown, else "". Raises PluginError if it cannot be loaded."""
         empty = (
             self.kind in _LABS and self._policy is None and getattr(self._factory(), "conformance_policy", None) == ""
         )
@@ -208,6 +212,7 @@ class Conformance:
         PluginError if there can be no engine."""
         if self._lab is None:
             self._lab = self._make_lab()
+            self._lab.seed, self._lab.waits = self._given["seed"], self.waits
         began = time.monotonic()
         try:
             said = self._lab.ask(check.body, f"check {check.name!r}")
@@ -243,11 +248,8 @@ class Conformance:
     def asked(self) -> dict[str, Any]:
         """Return the settings behind the results as plain values: options, model, dtype, tolerance,
         versions of loaded packages."""
-        return {
-            "options": {name: _plain(value) for name, value in self._options.items()}, "model": self._model,
-            "policy": None, "dtype": self._dtype, "tolerance": self._tolerance, **self._known, "limit_s": self._limit_s,
-            "seed": self._seed, "world_size": self._world_size, "python": platform.python_version(), "platform": platform.platform(), "packages": _packages(),
-        }  # fmt: skip
+        machine = {"python": platform.python_version(), "platform": platform.platform()}
+        return {**self._given, **self._known, **machine, "packages": _packages()}
 
     def __iter__(self) -> Iterator[BoundCheck]:
         return (BoundCheck(self, each) for each in self.checks)
@@ -276,45 +278,38 @@ class Conformance:
             self.close()
 
     def _make_lab(self) -> Lab:
-        lab = self._new_lab()
-        lab.seed, lab.waits = self._seed, self.waits
-        return lab
-
-    def _new_lab(self) -> Lab:
-        factory = self._factory()
+        factory, limit_s, size = self._factory(), self._given["limit_s"], self._given["world_size"]
         if self.kind not in _LABS:
-            return PlainLab(self.engine, factory, self._options, limit_s=self._limit_s)
+            return PlainLab(self.engine, factory, self._options, limit_s=limit_s)
         if self.unknowable:
             raise ConfigError(f"{self.engine}: {self.unknowable}")
         policy = self._find_policy(factory)
         dtype = dtype_of(policy.tensors(0))
-        tolerance = tolerance_of(dtype) if self._tolerance is None else self._tolerance
+        tolerance = tolerance_of(dtype) if self._given["tolerance"] is None else self._given["tolerance"]
         self._known = {"policy": _name_of(type(policy)), "dtype": dtype, "tolerance": tolerance}
-        if self._world_size > 1:
-            factory = self._ranks = RankProcesses(factory, self._world_size)
+        if size > 1:
+            factory = self._ranks = RankProcesses(factory, size)
             self._ranks.begin()
-        return _LABS[self.kind](factory, policy, self._options, tolerance=tolerance, limit_s=self._limit_s)
+        return _LABS[self.kind](factory, policy, self._options, tolerance=tolerance, limit_s=limit_s)
 
     def _factory(self) -> Callable[..., Any]:
-        if isinstance(self._named, str):
-            return registry().get(self.kind, self._named).load()
-        return self._named
+        return registry().get(self.kind, self._named).load() if isinstance(self._named, str) else self._named
 
     def _find_policy(self, factory: Any) -> Policy:
-        policy = self._policy or (None if self._model else getattr(factory, "conformance_policy", None))
+        model, dtype = self._given["model"], self._given["dtype"]
+        policy = self._policy or (None if model else getattr(factory, "conformance_policy", None))
         if policy is None:
             try:
-                made = import_name(HUGGING_FACE)(self._model, dtype=self._dtype or "auto")
+                made = import_name(HUGGING_FACE)(model, dtype=dtype or "auto")
             except ConfigError as error:
                 raise PluginError(
                     f"to know right answers the kit computes them with transformers: {error}. Install it with: pip"
-                    " install 'asyncflow-sdk[torch]'; or give an engine of another kind of model a policy of its"
-                    " own"
+                    " install 'asyncflow-sdk[torch]'; or give an engine of another kind of model a policy of its own"
                 ) from error
         else:
-            if self._dtype is not None:
+            if dtype is not None:
                 raise ConfigError(
-                    f"dtype={self._dtype!r} is of a Hugging Face model, and {self.engine} has a policy of its own"
+                    f"dtype={dtype!r} is of a Hugging Face model, and {self.engine} has a policy of its own"
                 )
             made = import_name(policy) if isinstance(policy, str) else policy
             made = made() if isinstance(made, type) else made
@@ -338,44 +333,36 @@ class BoundCheck:
         if self.check is self.kit.checks[-1]:
             self.kit.close()
         if result.bad:
-            raise CheckFailed(
-                f"{result.detail}\n  asks: {self.check.question}\n  impact: {self.check.impact}\n"
-                f"  hint: {result.hint or self.check.hint}",
-                result.cause,
-            )
-        if result.outcome in ("does not apply", "not asked"):
-            _pytest("skip", result.detail)
-        elif result.outcome == "failed as expected":
-            _pytest("xfail", result.detail)
+            asks, hint = f"asks: {self.check.question}", f"hint: {result.hint or self.check.hint}"
+            said = f"{result.detail}\n  {asks}\n  impact: {self.check.impact}\n  {hint}"
+            raise CheckFailed(said, result.cause)
+        ends = {"does not apply": "skip", "not asked": "skip", "failed as expected": "xfail"}
+        if result.outcome in ends and "_pytest" in sys.modules:
+            getattr(importlib.import_module("pytest"), ends[result.outcome])(result.detail)
 
     def __str__(self) -> str:
         return self.check.name
 
 
+@functools.cache
 def checks_of(kind: str) -> tuple[Check, ...]:
-    """Return all checks of a kind. Raises ConfigError for a kind without checks."""
+    """Return all checks of a kind, by tier. Raises ConfigError for a kind without checks."""
     if kind not in _MODULES:
         raise ConfigError(f"there are no checks of kind {kind!r}; there are of {', '.join(_MODULES)}")
-    for module in _MODULES[kind]:
-        importlib.import_module(f"{__package__}.{module}")
-    return known_checks(kind)
+    modules = [importlib.import_module(f"{__package__}.{module}") for module in _MODULES[kind]]
+    found = [each for module in modules for each in module.CHECKS]
+    assert len({each.name for each in found}) == len(found), f"two checks of {kind} engines have one name"
+    return tuple(sorted(found, key=lambda each: TIERS.index(each.tier)))
 
 
-def _pytest(what: str, reason: str) -> None:
-    if "_pytest" in sys.modules:
-        getattr(importlib.import_module("pytest"), what)(reason)
-
-
-def _known(what: str, names: Iterable[str], known: Sequence[str]) -> None:
+def _check_known(what: str, names: Iterable[str], known: Sequence[str]) -> None:
     for name in names:
         if name not in known:
             raise ConfigError(f"no {what} is named {name!r}; there are {', '.join(known)}")
 
 
 def _said(error: BaseException) -> str:
-    if isinstance(error, AssertionError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
 
 
 def _plain(value: Any) -> Any:

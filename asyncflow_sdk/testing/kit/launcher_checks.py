@@ -15,8 +15,9 @@ from ...workflow.serialization import to_json
 from ...workflow.specs import declare_task
 from ...workflow.workers.ranks import RankLauncher
 from . import functions
-from .check import DoesNotApply, check, expect
-from .plain_lab import PlainLab
+from .check import DoesNotApply, checks, expect
+from .lab import PlainLab
+from .threads import EngineThread
 
 END_S = 60.0
 
@@ -37,9 +38,9 @@ class _Stand:
         return handle
 
     def start_ranks(self) -> WorkerHandle:
-        """Start a reference of two ranks, which connect to each other."""
-        stage = Stage(Logprobs("echo-ranks", world_size=2), task="ranks", needs=["prompt_ids", "response_ids"],
-                      gives=["scores"])  # fmt: skip
+        """Start a reference of two connected ranks."""
+        scores = Logprobs("echo-ranks", world_size=2)
+        stage = Stage(scores, task="ranks", needs=["prompt_ids", "response_ids"], gives=["scores"])
         declare_task(self.run.queue, stage.declare())
         try:
             return RankLauncher(self.launcher, 2).start(self._spec(stage))
@@ -84,33 +85,24 @@ def _stand(lab: PlainLab) -> Iterator[_Stand]:
         launcher.close()
 
 
-def ended(handle: WorkerHandle, when: str) -> WorkerExit:
+def _ended(handle: WorkerHandle, when: str) -> WorkerExit:
     """Wait for a worker's end. Raises CheckFailed after END_S."""
-    endings: list[WorkerExit | Exception] = []
 
-    def wait() -> None:
-        """Keep the end or the error."""
+    def _wait() -> WorkerExit:
         try:
-            endings.append(handle.wait())
-        except Exception as error:
-            endings.append(error)
+            return handle.wait()
+        except Exception as error:  # counts as an end, and says nothing of it
+            return WorkerExit(1, str(error))
 
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    thread.join(END_S)
-    expect(endings, f"wait() did not return within {END_S:g} s {when}")
-    ending = endings[0]
-    if isinstance(ending, Exception):  # counts as an end, and says nothing of it
-        return WorkerExit(1, str(ending))
+    ending = EngineThread().call(_wait, END_S, f"wait() {when}")
     expect(isinstance(ending, WorkerExit), f"wait() returned {ending!r}, no asyncflow_sdk.interfaces.WorkerExit")
     return ending
 
 
-@check(
-    "launcher", "basic",
-    impact="workers never join, and the run waits for them until its deadline",
-    hint="start(): asyncflow_sdk.workflow.run_worker(order.config) in the worker's process, with its environment and import path",
-)  # fmt: skip
+def _check_through(ending: WorkerExit, who: str) -> None:
+    expect(ending.status == 0, f"{who} ended with status {ending.status}: {ending.text[-300:]}")
+
+
 def works(lab: PlainLab) -> None:
     """Two started workers join the run, do their work, and end with the stream."""
     with _stand(lab) as stand:
@@ -119,25 +111,15 @@ def works(lab: PlainLab) -> None:
         expect(len(stand.answers()) == 4, "rows were not answered")
         stand.run.queue.end()
         for handle in handles:
-            ending = ended(handle, "after the stream had ended")
-            expect(
-                ending.status == 0,
-                f"a worker that was through ended with status {ending.status}: {ending.text[-300:]}",
-            )
+            _check_through(_ended(handle, "after the stream had ended"), "a worker that was through")
 
 
-@check(
-    "launcher", "basic",
-    impact="a failed worker is not noticed, or its traceback is lost: the run stalls without a reason",
-    hint="wait(): the status of run_worker's ending, and its text",
-    after=("works",),
-)  # fmt: skip
 def failing(lab: PlainLab) -> None:
     """The end of a worker with failing work has a status other than 0, and the error."""
     with _stand(lab) as stand:
         handle = stand.start(functions.fails)
         stand.put(1)
-        ending = ended(handle, "after the work of its worker had raised")
+        ending = _ended(handle, "after the work of its worker had raised")
         expect(ending.status != 0, "a worker whose work raised ended with status 0, as if it had been through")
         expect(
             functions.FAILURE in ending.text,
@@ -145,12 +127,6 @@ def failing(lab: PlainLab) -> None:
         )
 
 
-@check(
-    "launcher", "basic",
-    impact="a run cannot end, or be scaled down: it waits for its workers",
-    hint="stop(): end the worker at once, busy or not; a second call, or one after its end, does nothing",
-    after=("works",),
-)  # fmt: skip
 def stops(lab: PlainLab) -> None:
     """A worker waiting for rows ends when it is stopped; stop() and kill() may be called again."""
     with _stand(lab) as stand:
@@ -159,17 +135,11 @@ def stops(lab: PlainLab) -> None:
         stand.answers(1)
         handle.stop()
         handle.stop()
-        ended(handle, "after stop()")
+        _ended(handle, "after stop()")
         handle.stop()
         handle.kill()
 
 
-@check(
-    "launcher", "full",
-    impact="rows leased by a stopped worker are lost to the run",
-    hint="stop(): end the process or thread, and with it the session with the queue",
-    after=("works", "stops"),
-)  # fmt: skip
 def gives_back(lab: PlainLab) -> None:
     """The rows of a stopped and killed worker go to another worker."""
     with _stand(lab) as stand:
@@ -181,49 +151,52 @@ def gives_back(lab: PlainLab) -> None:
             threading.Event().wait(0.02)
         first.stop()
         first.kill()
-        ended(first, "after stop() and kill()")
+        _ended(first, "after stop() and kill()")
         stand.start(functions.where)
         expect(len(stand.answers(1)) == 1, "the row was not given to another worker")
 
 
-@check(
-    "launcher", "full",
-    impact="a trainer of several processes waits for ever, or for ranks that another run holds",
-    hint="start_ranks(): start all of them, or none; kill(): of one may end all",
-    after=("works", "stops"),
-)  # fmt: skip
 def ranks(lab: PlainLab) -> None:
     """The ranks of one worker find each other, work, and end with the stream; they can be killed."""
     with _stand(lab) as stand:
         killed = stand.start_ranks()
         killed.kill()
-        ended(killed, "after kill() of its ranks")
+        _ended(killed, "after kill() of its ranks")
         handle = stand.start_ranks()
         queue = stand.run.queue
         queue.declare("scored", needs=["scores"])
         queue.put({"prompt_ids": [[1]] * 4, "response_ids": [[2, 3]] * 4})
         queue.get("scored", 4, at_least=4, timeout_s=END_S).ack()
         queue.end()
-        ending = ended(handle, "after the stream of its ranks had ended")
-        expect(ending.status == 0, f"ranks that were through ended with status {ending.status}: {ending.text[-300:]}")
+        _check_through(_ended(handle, "after the stream of its ranks had ended"), "ranks that were through")
 
 
-@check(
-    "launcher", "full",
-    impact="an impossible run starts, and its workers fail later, one after another",
-    hint="check(): raise ConfigError for an impossible Placement, and for nothing else",
-)  # fmt: skip
 def refuses(lab: PlainLab) -> None:
-    """A possible placement passes check(); an impossible one is refused with ConfigError, if at
-    all."""
+    """A possible placement passes check(); an impossible one is refused with ConfigError, if at all."""
     launcher = lab.made()
     try:
         launcher.check(Placement(launcher="checked"))
-        for place in (
-            Placement(launcher="checked", python="/nowhere/python"),
-            Placement(launcher="checked", gpus=(4096,)),
-        ):
+        for impossible in ({"python": "/nowhere/python"}, {"gpus": (4096,)}):
             with contextlib.suppress(ConfigError):
-                launcher.check(place)
+                launcher.check(Placement(launcher="checked", **impossible))
     finally:
         launcher.close()
+
+
+CHECKS = checks("launcher", {
+    works: ("basic", (), "workers never join, and the run waits for them until its deadline",
+        "start(): asyncflow_sdk.workflow.run_worker(order.config) in the worker's process, with its environment and"
+        " import path"),
+    failing: ("basic", ("works",),
+        "a failed worker is not noticed, or its traceback is lost: the run stalls without a reason",
+        "wait(): the status of run_worker's ending, and its text"),
+    stops: ("basic", ("works",), "a run cannot end, or be scaled down: it waits for its workers",
+        "stop(): end the worker at once, busy or not; a second call, or one after its end, does nothing"),
+    gives_back: ("full", ("works", "stops"), "rows leased by a stopped worker are lost to the run",
+        "stop(): end the process or thread, and with it the session with the queue"),
+    ranks: ("full", ("works", "stops"),
+        "a trainer of several processes waits for ever, or for ranks that another run holds",
+        "start_ranks(): start all of them, or none; kill(): of one may end all"),
+    refuses: ("full", (), "an impossible run starts, and its workers fail later, one after another",
+        "check(): raise ConfigError for an impossible Placement, and for nothing else"),
+})  # fmt: skip

@@ -22,9 +22,8 @@ Tensors = Mapping[str, npt.NDArray[Any]]
 class Policy(abc.ABC):
     """Versions 0, 1, 2, ... of one model.
 
-    Engines load version 0 from ``folder``; the others are updates, with differences in every weight
-    large enough to change the answers. ``vocabulary``: token ids are below it. ``context``: the
-    most tokens of prompt and response.
+    Engines load version 0 from ``folder``; the others are updates, with differences in every weight large enough to
+    change the answers. ``vocabulary``: token ids are below it. ``context``: the most tokens of prompt and response.
     """
 
     vocabulary: int
@@ -57,8 +56,7 @@ class Policy(abc.ABC):
         """Return the most likely response, with its end token if there is one."""
 
     def next_logprobs(self, version: int, prompt: Ids, temperature: float = 1.0) -> Logprobs | None:
-        """Return the log-prob of each possible next token: (vocabulary,). None if answers are not
-        drawn."""
+        """Return the log-prob of each possible next token: (vocabulary,). None if answers are not drawn."""
         return None
 
     def ahead(self, version: int, prompt: Ids, response: Ids) -> Logprobs | None:
@@ -86,8 +84,7 @@ class Policy(abc.ABC):
         raise NotAsked(f"{type(self).__name__} has no logprobs_of(), which answers by given weights")
 
     def read(self, folder: Path) -> Tensors:
-        """Return the weights in a model folder exported by a train engine, with the names of
-        `tensors`."""
+        """Return the weights in a model folder exported by a train engine, with the names of `tensors`."""
         raise NotAsked(f"{type(self).__name__} has no read(), which reads an exported model folder")
 
     def rounded(self, dtype: str) -> Policy:

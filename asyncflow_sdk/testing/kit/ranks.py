@@ -10,41 +10,39 @@ merged. Processes stay for the next engine, and end with ``close``.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import select
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import AsyncFlowError, ConfigError, error_from_name
 from ...interfaces import StepResult, TrainEngine, WeightUpdate
-from ...plugins import import_path
-from ...types import Batch, Ragged
+from ...plugins import import_name, import_path
+from ...types import Batch, Ragged, Shard
 from ...workflow.workers.ranks import free_port
 from .check import CheckFailed
-from .rank_files import WeightPiece, read_pieces, write_batch, write_pieces
+from .train.lab import copied
+from .updates import HeldUpdate
 
 MAKE_S, ANSWER_S = 240.0, 60.0
 AFTER_AN_ERROR_S = 15.0
 """Seconds for the other ranks to return from a call after one raised."""
+_SAID = ("computes", "restores", "streams", "whole_step")
+"""Attributes of an engine that its proxy has, too."""
 
 
 class RankProcesses:
-    """Make engines of ``world_size`` ranks by an importable factory. Closed by ``close``. Raises
-    ConfigError.
+    """Make engines of ``world_size`` ranks by an importable factory. Closed by ``close``. Raises ConfigError.
 
-    The environment has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under
-    torchrun.
+    The environment has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun.
     """
 
     def __init__(self, factory: Any, world_size: int) -> None:
@@ -53,14 +51,13 @@ class RankProcesses:
             raise ConfigError(f"{factory!r} cannot be imported elsewhere, and ranks run in processes of their own")
         self.path, self.world_size = path, world_size
         self.__wrapped__ = factory  # for who asks for its options
-        self._files = tempfile.TemporaryDirectory(prefix="asyncflow-ranks-")
         self._ranks: list[_Rank] = []
 
     def __call__(self, *, model: str, algorithm: Any, **options: Any) -> TrainEngine:
         if any(rank.broken for rank in self._ranks):
             self.close()
         self.begin()
-        return _Together(self._ranks, Path(self._files.name), self.path, model, algorithm, options)
+        return _Together(self._ranks, self.path, {"model": model, **options}, _told(algorithm))
 
     def begin(self) -> None:
         """Start missing processes."""
@@ -68,58 +65,50 @@ class RankProcesses:
             self._ranks = [_Rank(rank, self.world_size) for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """End all processes, whatever they do."""
+        """End all processes, also hung ones."""
         ranks, self._ranks = self._ranks, []
         for rank in ranks:
             rank.close()
 
 
 class _Rank:
-    """One process, and its socket: a JSON line for a call, one for the answer."""
+    """One process, and the connection to it."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.broken = rank, False
-        self._socket, theirs = socket.socketpair()
-        place = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-        }
-        path = os.pathsep.join(entry for entry in sys.path if entry)
+        ours, theirs = socket.socketpair()
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1"}
+        place["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
+        fd = theirs.fileno()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}.rank_process", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, **place, "PYTHONPATH": path},
-            )  # fmt: skip
-        self._answers = self._socket.makefile("rb")
+                [sys.executable, "-c", f"from {__name__} import serve_rank; serve_rank({fd})"],
+                pass_fds=[fd],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **{name: str(value) for name, value in place.items()}},
+            )
+        self.connection = Connection(ours.detach())
 
-    @property
-    def fd(self) -> int:
-        """The socket's descriptor."""
-        return self._socket.fileno()
-
-    def ask(self, call: str, **said: Any) -> None:
+    def ask(self, call: str, *arguments: Any) -> None:
         """Send a call. Raises CheckFailed if the process has ended."""
         self.broken = True  # until it has answered
         try:
-            self._socket.sendall(json.dumps({"call": call, **said}).encode() + b"\n")
+            self.connection.send((call, arguments))
         except OSError as error:
             raise CheckFailed(f"rank {self.rank} has ended (status {self._process.poll()})") from error
 
-    def answer(self) -> dict[str, Any]:
-        """Receive the answer. Raises CheckFailed if the process ended."""
-        line = self._answers.readline()
-        if not line:
-            raise CheckFailed(f"rank {self.rank} ended in the call (status {self._process.wait(10)})")
+    def answer(self) -> tuple[Any, tuple[str, str] | None]:
+        """Receive the answer: a value, or name and text of an error. Raises CheckFailed if the process ended."""
+        try:
+            value, error = self.connection.recv()
+        except (EOFError, OSError):
+            raise CheckFailed(f"rank {self.rank} ended in the call (status {self._process.wait(10)})") from None
         self.broken = False
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return value, error
 
     def close(self) -> None:
-        """Close the socket and wait for the process, or kill it."""
-        self._answers.close()
-        self._socket.close()  # it ends when it sees that
+        """Close the connection and wait for the process, or kill it."""
+        self.connection.close()  # it ends when it sees that
         try:
             self._process.wait(0.0 if self.broken else 10.0)
         except subprocess.TimeoutExpired:
@@ -127,19 +116,59 @@ class _Rank:
             self._process.wait()
 
 
+def serve_rank(fd: int) -> None:
+    """Answer the calls of `_Together` for one rank's engine, until the connection closes."""
+    engine: Any = None
+    with Connection(fd) as kit:
+        while True:
+            try:
+                call, arguments = kit.recv()
+            except EOFError:
+                return
+            try:
+                if call == "make":
+                    engine = _made(*arguments)
+                    kit.send(({name: getattr(engine, name) for name in _SAID}, None))
+                elif call == "named_weights":
+                    kit.send(([(name, _plain(given)) for name, given in engine.named_weights()], None))
+                elif call == "load_weights":
+                    update = HeldUpdate(*arguments)
+                    try:
+                        engine.load_weights(update)
+                    finally:
+                        update.scribble()
+                    kit.send((None, None))
+                else:
+                    kit.send((getattr(engine, call)(*arguments), None))
+            except Exception as error:
+                kit.send((None, (type(error).__name__, str(error))))
+
+
+def _made(
+    factory: str, options: Mapping[str, Any], algorithm: tuple[str, Mapping[str, Any]], port: int
+) -> TrainEngine:
+    os.environ["MASTER_PORT"] = str(port)
+    path, told = algorithm
+    made = import_name(factory)(algorithm=import_name(path)(**told), **options)
+    if not isinstance(made, TrainEngine):
+        raise CheckFailed(f"the factory made {made!r}, which is no asyncflow_sdk.TrainEngine")
+    return made
+
+
+def _plain(given: Any) -> Any:
+    """Return a tensor, or a piece of one, as an array."""
+    return Shard(copied(given.tensor), given.start, given.whole) if isinstance(given, Shard) else copied(given)
+
+
 class _Together(TrainEngine):
     """All ranks of one engine."""
 
     def __init__(
-        self, ranks: list[_Rank], files: Path, factory: str, model: str, algorithm: Any,
-        options: Mapping[str, Any],
-    ) -> None:  # fmt: skip
-        self._ranks, self._files = ranks, files
-        made = self._all(
-            "make", factory=factory, model=model, algorithm=_told(algorithm), options=options, port=free_port()
-        )
-        self.computes, self.restores = tuple(made[0]["computes"]), made[0]["restores"]
-        self.streams, self._whole_step = made[0]["streams"], made[0]["whole_step"]
+        self, ranks: list[_Rank], factory: str, options: Mapping[str, Any], algorithm: tuple[str, Mapping[str, Any]]
+    ) -> None:
+        self._ranks = ranks
+        said = self._all("make", factory, options, algorithm, free_port())[0]
+        self.computes, self.restores, self.streams, self._whole_step = (said[name] for name in _SAID)
         self._parts: list[list[npt.NDArray[np.int64]]] = []
         self._rows = 0
 
@@ -155,7 +184,7 @@ class _Together(TrainEngine):
 
     def begin_step(self, step: int) -> None:
         """Begin on all ranks."""
-        self._all("begin_step", step=step)
+        self._all("begin_step", step)
         self._parts, self._rows = [], 0
 
     def accumulate(self, batch: Batch) -> None:
@@ -167,8 +196,7 @@ class _Together(TrainEngine):
     def end_step(self) -> StepResult:
         """End on all ranks; merge the filtered rows."""
         said = self._all("end_step")
-        rows = [np.concatenate(each) for each in zip(*self._parts, strict=True)]
-        return _merged(rows, said, self._rows)
+        return _merged([np.concatenate(each) for each in zip(*self._parts, strict=True)], said, self._rows)
 
     def abort_step(self) -> None:
         """Abort on all ranks."""
@@ -179,91 +207,80 @@ class _Together(TrainEngine):
         rows, said = self._shared("logprobs", batch)
         values: list[npt.NDArray[np.float32]] = [np.empty(0, np.float32)] * batch.rows
         for part, each in zip(rows, said, strict=True):
-            for row, given in zip(part.tolist(), each["logprobs"], strict=True):
+            for row, given in zip(part.tolist(), each, strict=True):
                 values[row] = np.array(given, np.float32)
         return Ragged.of(values, np.float32)
 
     def named_weights(self) -> Iterator[tuple[str, Any]]:
-        """Yield the weights of all ranks: whole tensors first, then merged pieces."""
-        self._all("named_weights", to=[str(self._weights(rank)) for rank in range(len(self._ranks))])
-        pieces: dict[str, list[WeightPiece]] = {}
-        for rank in range(len(self._ranks)):
-            for piece in read_pieces(self._weights(rank)):
-                if piece.start is None:
-                    yield piece.name, piece.array
-                else:
-                    pieces.setdefault(piece.name, []).append(piece)
-        for name, parts in pieces.items():
+        """Yield the weights of all ranks: whole tensors first, then merged shards."""
+        shards: dict[str, list[Shard]] = {}
+        for name, given in (each for weights in self._all("named_weights") for each in weights):
+            if isinstance(given, Shard):
+                shards.setdefault(name, []).append(given)
+            else:
+                yield name, given
+        for name, parts in shards.items():
             yield name, _whole(name, parts)
 
     def load_weights(self, update: WeightUpdate) -> None:
         """Load a version on all ranks."""
-        path = self._files / "update.npz"
-        write_pieces(path, update.arrays())
-        self._all("load_weights", path=str(path), version=update.version)
+        self._all("load_weights", update.version, dict(update.arrays()))
 
     def save(self, path: Path) -> None:
         """Save on all ranks."""
-        self._all("save", path=str(path))
+        self._all("save", path)
 
     def load(self, path: Path) -> None:
         """Load on all ranks."""
-        self._all("load", path=str(path))
+        self._all("load", path)
 
     def export(self, path: Path) -> None:
         """Export on all ranks."""
-        self._all("export", path=str(path))
+        self._all("export", path)
 
     def close(self) -> None:
         """Close all ranks, unless one is broken."""
         if not any(rank.broken for rank in self._ranks):  # else the processes end before the next engine
             self._all("close")
 
-    def _weights(self, rank: int) -> Path:
-        return self._files / f"weights-{rank}.npz"
-
-    def _shared(self, call: str, batch: Batch) -> tuple[list[npt.NDArray[np.int64]], list[dict[str, Any]]]:
+    def _shared(self, call: str, batch: Batch) -> tuple[list[npt.NDArray[np.int64]], list[Any]]:
         """Return each rank's rows, and its answer."""
         rows = _dealt(batch, len(self._ranks))
-        paths = [self._files / f"batch-{rank}.npz" for rank in range(len(rows))]
-        for path, part in zip(paths, rows, strict=True):
-            write_batch(path, batch.take(part))
-        return rows, self._all(call, batch=[str(path) for path in paths])
+        return rows, self._all(call, shares=[batch.take(part) for part in rows])
 
-    def _all(self, call: str, **said: Any) -> list[dict[str, Any]]:
-        """Call all ranks and wait for all; lists have one argument a rank. Raises the error of the
-        first."""
+    def _all(self, call: str, *arguments: Any, shares: Sequence[Batch] = ()) -> list[Any]:
+        """Call all ranks and wait for all. ``shares``: one argument for each rank. Raises the error of the first."""
         for rank in self._ranks:
-            own = {name: value[rank.rank] if isinstance(value, list) else value for name, value in said.items()}
-            rank.ask(call, **own)
-        waiting, answers = {rank.fd: rank for rank in self._ranks}, {}
+            rank.ask(call, *([shares[rank.rank]] if shares else arguments))
+        waiting, answers = {rank.connection: rank for rank in self._ranks}, dict[int, Any]()
+        errors: dict[int, tuple[str, str]] = {}
         until, raised = time.monotonic() + (MAKE_S if call == "make" else ANSWER_S), ""
         while waiting:
-            ready, _, _ = select.select(list(waiting), [], [], max(0.0, until - time.monotonic()))
+            ready = wait(list(waiting), max(0.0, until - time.monotonic()))
             if not ready:
                 others = ", ".join(str(rank.rank) for rank in waiting.values())
                 raise CheckFailed(f"rank {others} does not come back from {call}(){raised}")
-            for fd in ready:
-                rank = waiting.pop(fd)
-                answer = answers[rank.rank] = rank.answer()
-                if "error" in answer and not raised:
-                    raised = f", and rank {rank.rank} raised {answer['error']} ({answer['text']}): all must, or none"
+            for connection in ready:
+                rank = waiting.pop(connection)  # type: ignore[call-overload]
+                answers[rank.rank], error = rank.answer()
+                if error is not None:
+                    errors[rank.rank] = error
+                    raised = raised or f", and rank {rank.rank} raised {error[0]} ({error[1]}): all must, or none"
                     until = min(until, time.monotonic() + AFTER_AN_ERROR_S)
-        failed = [answers[rank] for rank in sorted(answers) if "error" in answers[rank]]
-        if failed and len(failed) < len(answers):
+        if errors and len(errors) < len(answers):
             raise CheckFailed(f"{call}() ended well in some ranks{raised}")
-        if failed:
-            raise _error(failed[0])
+        if errors:
+            raise _error(*errors[min(errors)])
         return [answers[rank.rank] for rank in self._ranks]
 
 
-def _merged(rows: list[npt.NDArray[np.int64]], said: list[dict[str, Any]], count: int) -> StepResult:
-    """Return the result of all ranks. ``rows``: of each rank."""
+def _merged(rows: list[npt.NDArray[np.int64]], said: list[StepResult], count: int) -> StepResult:
+    """Return the result of all ranks. ``rows``: the rows of each rank."""
     filtered = np.zeros(count, np.bool_)
     for part, each in zip(rows, said, strict=True):
-        if each["filtered"] is not None:
-            filtered[part] = each["filtered"]
-    return StepResult(said[0]["metrics"], filtered if filtered.any() else None)
+        if each.filtered is not None:
+            filtered[part] = each.filtered
+    return StepResult(said[0].metrics, filtered if filtered.any() else None)
 
 
 def _dealt(batch: Batch, shares: int) -> list[npt.NDArray[np.int64]]:
@@ -276,29 +293,29 @@ def _dealt(batch: Batch, shares: int) -> list[npt.NDArray[np.int64]]:
     return [np.flatnonzero(owner[group] == share) for share in range(shares)]
 
 
-def _whole(name: str, parts: list[WeightPiece]) -> npt.NDArray[Any]:
-    whole = np.zeros(parts[0].whole or (), parts[0].array.dtype)
+def _whole(name: str, parts: list[Shard]) -> npt.NDArray[Any]:
+    whole = np.zeros(parts[0].whole, parts[0].tensor.dtype)
     covered = np.zeros(whole.shape, np.int64)
     for part in parts:
-        at = tuple(slice(low, low + size) for low, size in zip(part.start or (), part.array.shape, strict=True))
-        whole[at] = part.array
+        at = tuple(slice(low, low + size) for low, size in zip(part.start, part.tensor.shape, strict=True))
+        whole[at] = part.tensor
         covered[at] += 1
     if (covered != 1).any():
         raise CheckFailed(f"the pieces of {name!r} leave a gap, or overlap: {[part.start for part in parts]}")
     return whole
 
 
-def _told(algorithm: Any) -> dict[str, Any]:
-    """Return an algorithm as plain values. Raises ConfigError."""
+def _told(algorithm: Any) -> tuple[str, dict[str, Any]]:
+    """Return an algorithm's class and options. Raises ConfigError."""
     path = import_path(type(algorithm))
     if path is None or not dataclasses.is_dataclass(algorithm):
         raise ConfigError(f"{algorithm!r} cannot be told to ranks: it is no dataclass that can be imported")
-    told = [field.name for field in dataclasses.fields(algorithm) if field.init and field.compare]
-    return {"of": path, "options": msgspec.to_builtins({name: getattr(algorithm, name) for name in told})}
+    fields = [field.name for field in dataclasses.fields(algorithm) if field.init and field.compare]
+    return path, {name: getattr(algorithm, name) for name in fields}
 
 
-def _error(said: Mapping[str, str]) -> Exception:
-    if said["error"] == NotImplementedError.__name__:
-        return NotImplementedError(said["text"])
-    error = error_from_name(said["error"], said["text"])
+def _error(name: str, text: str) -> Exception:
+    if name == NotImplementedError.__name__:
+        return NotImplementedError(text)
+    error = error_from_name(name, text)
     return error if type(error) is not AsyncFlowError else RuntimeError(str(error))

@@ -1,5 +1,4 @@
-"""Resources of an engine on its host: memory, shared memory, descriptors, threads, processes; and
-their release."""
+"""Resources of an engine on its host: memory, shared memory, descriptors, threads, processes; and their release."""
 
 from __future__ import annotations
 
@@ -24,8 +23,15 @@ from .check import CheckFailed, expect
 
 SHM = "/dev/shm/"
 _ANONYMOUS = "/dev/zero (deleted)"  # a shared map without a name
-CYCLES = 3
+CYCLES = ROUNDS = 3
 _SETTLE_S = 1.0
+GONE_S = 10.0
+"""Seconds for threads, processes and segments to disappear after ``close``."""
+_BYTES = {"memory": "", "segments": " of shared memory", "gpu": " of GPU memory"}
+_COUNTED = {"descriptors": "descriptors open", "threads": "threads running", "processes": "processes running"}
+Segment = tuple[str, int]
+"""A file of shared memory, by path and inode."""
+Starters = dict[threading.Thread, str]
 
 
 @dataclass(frozen=True)
@@ -50,11 +56,10 @@ class Held:
         gc.collect()
         with contextlib.suppress(AttributeError, OSError):  # not glibc; else a leak would first fill what it has free
             ctypes.CDLL(None).malloc_trim(0)
-        pids = _all()
-        return cls(
-            sum(map(_resident, pids)), sum(_segments(pids).values()), _gpu_bytes(pids), sum(len(_ls(pid, "fd")) for pid in pids),
-            sum(len(_ls(pid, "task")) for pid in pids), len(living_below()), _abandoned(),
-        )  # fmt: skip
+        pids = [os.getpid(), *descendants(os.getpid())]
+        descriptors, threads = (sum(len(_ls(pid, folder)) for pid in pids) for folder in ("fd", "task"))
+        memory, segments = sum(map(_resident, pids)), sum(_segments(pids).values())
+        return cls(memory, segments, _gpu_bytes(pids), descriptors, threads, len(living_below()), _abandoned())
 
     def beyond(self, before: Held, *, nbytes: int, count: int) -> dict[str, int]:
         """Return the increase of each resource above ``nbytes`` bytes, or above ``count``."""
@@ -64,58 +69,58 @@ class Held:
         return {name: by for name, by in grown.items() if by > (nbytes if name in _BYTES else count)}
 
 
-_BYTES = {"memory": "", "segments": " of shared memory", "gpu": " of GPU memory"}
-GONE_S = 10.0
-"""Seconds for threads, processes and segments to disappear after ``close``."""
-_COUNTED = {"descriptors": "descriptors open", "threads": "threads running", "processes": "processes running"}
-
-
 class Growth:
-    """Resources growing in every round. Growth in some rounds is normal for an allocator and for
-    other processes."""
+    """Resources growing in every round. Growth in some rounds is normal for an allocator and for other processes.
+
+    while growth.goes_on():
+        use(engine, count)
+    growth.check("updates", count, nbytes)
+    """
 
     def __init__(self, *, nbytes: int, count: int) -> None:
         self.nbytes, self.count = nbytes, count
-        self.suspects: dict[str, int] | None = None
+        self._before: list[Held] = []
+        self._grown: dict[str, int] | None = None
 
-    def look(self, before: Held) -> bool:
-        """Measure after a round. True if a resource has grown in this round and in each before it."""
-        grown = Held.now().beyond(before, nbytes=self.nbytes, count=self.count)
-        if self.suspects is not None:
-            grown = {name: by for name, by in grown.items() if name in self.suspects}
-        self.suspects = grown
-        return bool(grown)
+    def goes_on(self) -> bool:
+        """Measure. Return True before the first round, and after each if a resource has grown in all of them."""
+        if self._before:
+            grown = Held.now().beyond(self._before[-1], nbytes=self.nbytes, count=self.count)
+            self._grown = {name: by for name, by in grown.items() if self._grown is None or name in self._grown}
+        if self._grown == {} or len(self._before) == ROUNDS:
+            return False
+        self._before.append(Held.now())
+        return True
 
-    def said(self, what: str, count: int, nbytes: int) -> str:
-        """Describe the growth over ``count`` times ``what``, with a model of ``nbytes``."""
-        parts = []
-        for name, by in (self.suspects or {}).items():
-            if name in _BYTES:
-                each = f"{by / count / nbytes:.1f} times the model each"
-                parts.append(f"took {by >> 20} MB{_BYTES[name]} that did not come back: {each}")
-            else:
-                parts.append(f"left {by} {_COUNTED[name]}")
-        return f"{count} {what} of a model of {nbytes >> 10} KB {', and '.join(parts)}"
+    def check(self, what: str, count: int, nbytes: int) -> None:
+        """Raise CheckFailed for growth in all rounds of ``count`` times ``what``, with a model of ``nbytes``."""
+        parts = [
+            f"took {by >> 20} MB{_BYTES[name]} that did not come back: {by / count / nbytes:.1f} times the model each"
+            if name in _BYTES
+            else f"left {by} {_COUNTED[name]}"
+            for name, by in (self._grown or {}).items()
+        ]
+        expect(not parts, f"{count} {what} of a model of {nbytes >> 10} KB {', and '.join(parts)}")
 
 
-def check_given_back(start: Callable[[], None], close: Callable[[], None], *, limit_s: float) -> None:
+def check_given_back(start: Callable[[], object], close: Callable[[], object], *, limit_s: float) -> None:
     """Make and use an engine by ``start``, close it by ``close``, and find its remains.
 
-    Non-daemon threads, processes (orphans, too) and segments count after the first time.
-    Descriptors and other threads may be made once and stay, or be replaced by the next engine's: they
-    count only if each engine adds some, and they outlive the next one. Late release, by a thread or the
-    collector, has `GONE_S` after the last one. An engine limited to one per process is not tested for
-    these.
+    Non-daemon threads, processes (orphans, too) and segments count after the first time. Descriptors and other
+    threads may be made once and stay, or be replaced by the next engine's: they count only if each engine adds some,
+    and they outlive the next one. Late release, by a thread or the collector, has `GONE_S` after the last one. An
+    engine limited to one per process is not tested for these.
     """
-    until = time.monotonic() + limit_s / 2
+    until, wait_s = time.monotonic() + limit_s / 2, min(GONE_S, limit_s)
     with _adopting(), _starters() as starters:
-        before, threads, processes = set(_segments(_all())), set(threading.enumerate()), set(living_below())
+        pids = [os.getpid(), *descendants(os.getpid())]
+        before, threads, processes = set(_segments(pids)), set(threading.enumerate()), set(living_below())
         opened = _open()
         start()
-        segments = {key for key in _segments(_all()) if key[0].startswith(SHM)}
+        segments = _segments([os.getpid(), *descendants(os.getpid())])
         close()
-        wait_s = min(GONE_S, limit_s)
-        _check_left(segments - before, threads, processes, wait_s, starters)
+        files = {key for key in segments if key[0].startswith(SHM)} - before
+        _check_left(files, threads, processes, wait_s, starters)
         kept = new = _kept(_open() - opened, _SETTLE_S)
         for settle_s in (_SETTLE_S,) * (CYCLES - 2) + (wait_s,):
             if not new or time.monotonic() > until:
@@ -130,26 +135,21 @@ def check_given_back(start: Callable[[], None], close: Callable[[], None], *, li
                 return
             new = _open() - opened
     counts = collections.Counter(kind for kind, *_ in kept)
-    names = sorted({name for kind, _, name in kept if kind == "descriptors"})[-8:]
     said = ", ".join(f"{count} {_COUNTED[kind]}" for kind, count in sorted(counts.items()))
-    opened_names = f"; open are {', '.join(names)}" if names else ""
-    running = sorted(_thread_of(number, starters) for kind, number, _ in kept if kind == "threads")[-8:]
-    running_names = f"; running are {', '.join(running)}" if running else ""
-    raise CheckFailed(f"each engine that was made and closed left {said}{opened_names}{running_names}")
-
-
-Starters = dict[threading.Thread, str]
+    names = sorted({name for kind, _, name in kept if kind == "descriptors"})
+    running = sorted(_thread_of(number, starters) for kind, number, _ in kept if kind == "threads")
+    for kind, each in (("open", names), ("running", running)):
+        said += f"; {kind} are {', '.join(each[-8:])}" if each else ""
+    raise CheckFailed(f"each engine that was made and closed left {said}")
 
 
 @contextlib.contextmanager
 def _starters() -> Iterator[Starters]:
-    """Describe each thread started meanwhile: its name, its target, and the module and line of its
-    start, past the standard library."""
+    """Describe each thread started meanwhile: name, target, and the place of its start past the standard library."""
     found: Starters = {}
     start = threading.Thread.start
 
-    def noted(thread: threading.Thread) -> None:
-        """Find the nearest frame of another module, and start the thread."""
+    def _noted(thread: threading.Thread) -> None:
         frame, target = sys._getframe(1), getattr(thread, "_target", None) or thread.run
         while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in sys.stdlib_module_names:
             frame = frame.f_back
@@ -158,7 +158,7 @@ def _starters() -> Iterator[Starters]:
         found[thread] = f"{thread.name!r} (runs {runs}; started by {starter})"
         start(thread)
 
-    with mock.patch.object(threading.Thread, "start", noted):
+    with mock.patch.object(threading.Thread, "start", _noted):
         yield found
 
 
@@ -222,20 +222,12 @@ def _kept(found: set[tuple[str, str, str]], wait_s: float) -> set[tuple[str, str
     return kept
 
 
-def _all() -> list[int]:
-    """Return this process and its descendants."""
-    return [os.getpid(), *descendants(os.getpid())]
-
-
-Segment = tuple[str, int]
-
-
 def _segments(pids: list[int]) -> dict[Segment, int]:
-    """Return the bytes of shared memory mapped or opened by the processes, by path and inode."""
+    """Return the bytes of shared memory mapped or opened by the processes."""
     found: dict[Segment, int] = {}
     for pid in pids:
         with contextlib.suppress(OSError):
-            found |= dict(_mapped(pid))
+            found |= _mapped(pid)
     return found
 
 
@@ -256,7 +248,7 @@ def _abandoned() -> dict[Segment, int]:
     return files
 
 
-def _mapped(pid: int) -> Iterator[tuple[Segment, int]]:
+def _mapped(pid: int) -> dict[Segment, int]:
     sizes: dict[Segment, int] = {}
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
         parts = line.split(None, 5)
@@ -270,7 +262,7 @@ def _mapped(pid: int) -> Iterator[tuple[Segment, int]]:
             if path.startswith((SHM, "/memfd:")):
                 stat = os.stat(f"/proc/{pid}/fd/{fd}")
                 sizes[path, stat.st_ino] = stat.st_blocks << 9
-    yield from sizes.items()
+    return sizes
 
 
 def _inode(path: str) -> int | None:
@@ -281,9 +273,7 @@ def _inode(path: str) -> int | None:
 
 def _resident(pid: int) -> int:
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
-        for line in file:
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) << 10
+        return next((int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon:")), 0)
     return 0
 
 
@@ -295,15 +285,14 @@ def _ls(pid: int, folder: str) -> list[str]:
 
 def _gpu_bytes(pids: list[int]) -> int:
     """Return torch's memory here, and the driver's figure for descendants if it knows their ids."""
-    torch = sys.modules.get("torch")
-    here = 0
+    torch, local = sys.modules.get("torch"), 0
     if torch is not None and torch.cuda.is_initialized():
-        here = sum(torch.cuda.memory_allocated(device) for device in range(torch.cuda.device_count()))
+        local = sum(torch.cuda.memory_allocated(device) for device in range(torch.cuda.device_count()))
     if len(pids) == 1 or (tool := shutil.which("nvidia-smi")) is None:
-        return here
+        return local
     asked = [tool, "--query-compute-apps=pid,used_gpu_memory", "--format=csv,noheader,nounits"]
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
         rows = subprocess.run(asked, capture_output=True, text=True, timeout=20.0, check=True).stdout.splitlines()
         used = {int(pid): int(mib) << 20 for pid, mib in (row.split(",") for row in rows if row)}
-        here += sum(used.get(pid, 0) for pid in pids[1:])
-    return here
+        local += sum(used.get(pid, 0) for pid in pids[1:])
+    return local

@@ -27,16 +27,14 @@ from ...queue.stores.homes import SERVER_MEMORY, home_of
 from ...types.blocks import Block
 from ...types.config import Store
 from ...workflow import Stage
-from ..store_client import squares
-from ..stored_run import LIMIT_S, StoredRun, connection_of, store_of, until
-from .check import DoesNotApply, check, expect
-from .plain_lab import PlainLab
+from ..stored_run import LIMIT_S, StoredRun, connection_of, squares, store_of, until
+from .check import CheckFailed, DoesNotApply, checks, expect
+from .lab import PlainLab
 from .resources import check_given_back
 
 SIDES = ((True, False), (False, True))
 """(far writer, far reader)."""
-LARGE = 4 << 20
-ROUNDS = 20
+LARGE, ROUNDS = 4 << 20, 20
 COLUMNS: dict[str, Any] = {
     "fixed": np.arange(12.0).reshape(4, 3),
     "strided": np.arange(64)[::2].reshape(4, 8)[:, ::2],
@@ -44,12 +42,13 @@ COLUMNS: dict[str, Any] = {
     "text": ["", "ä\0", "x" * 50_000, "y"],
     "wide": np.arange(4 << 16, dtype=np.uint8).reshape(4, 1 << 16),
 }
+_SENT = "columns of a client that does not see the server's memory were sent to the server"
 
 
 @contextlib.contextmanager
 def _stored(lab: PlainLab, *needs: str, homes: bool = False, process: bool = False) -> Iterator[StoredRun]:
-    """Serve a run with the store and the task "read". ``homes``: the check is about homes. ``process``:
-    its storage unit is a process."""
+    """Serve a run with the store and the task "read". ``homes``: the check is about homes. ``process``: its storage
+    unit is a process."""
     with StoredRun(Store(kind=lab.name, options=lab.options)) as stored:
         if homes and not stored.has_homes:
             raise DoesNotApply("all payload is in the memory of the server")
@@ -63,24 +62,17 @@ def _get(queue: TransferQueue, rows: int) -> LeasedBatch:
     return queue.get("read", rows, at_least=rows, timeout_s=LIMIT_S)
 
 
-def _read(queue: TransferQueue, rows: int) -> list[float]:
-    """Return the column x of rows, and acknowledge them."""
-    with _get(queue, rows) as batch:
-        found: list[float] = np.sort(batch.array("x").ravel()).tolist()
+def _expect_rows(queue: TransferQueue, wanted: Any, when: str) -> None:
+    """Read as many rows as wanted, compare their column x, and acknowledge them."""
+    with _get(queue, len(wanted)) as batch:
+        _compare(np.sort(batch.array("x").ravel()).tolist(), wanted, when)
         batch.ack()
-    return found
 
 
-def _expect_rows(found: list[float], wanted: Any, when: str) -> None:
+def _compare(found: list[float], wanted: Any, when: str) -> None:
     expect(found == list(wanted), f"rows put as {list(wanted)} are read as {found} {when}")
 
 
-@check(
-    "store",
-    "basic",
-    impact="training uses other tokens and rewards than were made, and no error says so",
-    hint="read(): the exact bytes, in the order of the slices",
-)
 def values(lab: PlainLab) -> None:
     """Columns of every kind come back bit for bit, in any mixture of rows."""
     with _stored(lab, *COLUMNS) as stored:
@@ -88,9 +80,8 @@ def values(lab: PlainLab) -> None:
             writer, reader = stored.queue("writer", far=far_writer), stored.queue("reader", far=far_reader)
             writer.put(COLUMNS)
             writer.put(COLUMNS)
-            for rows in (1, 3, 4):
+            for rows, at in ((1, np.arange(1)), (3, np.arange(1, 4)), (4, np.arange(4))):
                 with _get(reader, rows) as batch:
-                    at = np.arange(4)[4 - rows :] if rows != 1 else np.arange(1)
                     for name in ("fixed", "strided", "wide"):
                         same = batch.array(name).tobytes() == np.ascontiguousarray(COLUMNS[name][at]).tobytes()
                         expect(same, f"column {name!r} of rows {at.tolist()} has other bytes")
@@ -100,13 +91,6 @@ def values(lab: PlainLab) -> None:
                     batch.ack()
 
 
-@check(
-    "store",
-    "basic",
-    impact="rows of large puts are mixed up, or each small lease moves the whole put",
-    hint="read(): entries and counts of the slices; ranges of a block",
-    after=("values",),
-)
 def parts(lab: PlainLab) -> None:
     """Parts of blocks of a few MB are read, together with columns added by a task."""
     rows = 512
@@ -133,12 +117,6 @@ def parts(lab: PlainLab) -> None:
         expect(sorted(found) == list(range(rows)), f"of {rows} rows, {len(set(found))} were read")
 
 
-@check(
-    "store",
-    "basic",
-    impact="all bytes of other hosts cross the server's link twice, as without the store",
-    hint="write(): StoredBlock.block in a home of the writer's host; its storage unit must be open",
-)
 def homes(lab: PlainLab) -> None:
     """Columns of a host with a storage unit are in a home, and not in the server's memory."""
     with _stored(lab, homes=True) as stored:
@@ -146,16 +124,9 @@ def homes(lab: PlainLab) -> None:
         written = store.write(pack_columns({"x": np.arange(5.0)}), copy=False)
         kept = written.block is not None and home_of(written.block.segment) != SERVER_MEMORY
         store.discard(written)
-        expect(kept, "columns of a client that does not see the server's memory were sent to the server")
+        expect(kept, _SENT)
 
 
-@check(
-    "store",
-    "basic",
-    impact="rows are lost with a worker that ends, or only their writer can read them",
-    hint="blocks must outlive the process that wrote them, and be readable in others",
-    after=("values",),
-)
 def processes(lab: PlainLab) -> None:
     """Rows are read by workers of the run, also after the process that put them has ended."""
     with _stored(lab, "y") as stored:
@@ -171,13 +142,6 @@ def processes(lab: PlainLab) -> None:
         expect(found == [float(n * n) for n in range(8)], f"squares of 0 to 7 are read as {found}")
 
 
-@check(
-    "store",
-    "basic",
-    impact="a lease that was taken away is trained with the columns of other rows",
-    hint="read(): LeaseLost for a freed block; check its serial after the last byte was read",
-    after=("values",),
-)
 def ended(lab: PlainLab) -> None:
     """Rows that ended before they were read raise LeaseLost, and no other rows are lost."""
     for far in (True, False):
@@ -190,8 +154,7 @@ def ended(lab: PlainLab) -> None:
             client.queue.put({"x": np.full((4, 50_000), 2.0)})
             client.queue.put({"x": np.full((1, 50_000), 3.0)})
 
-            def is_gone(answer: Any = answer, store: Any = connection.store) -> bool:
-                """True once the block is freed."""
+            def _is_gone(answer: Any = answer, store: Any = connection.store) -> bool:
                 try:
                     found = np.unique(store.read(answer.slices, answer.schema)["x"].values).tolist()
                 except LeaseLost:
@@ -200,26 +163,18 @@ def ended(lab: PlainLab) -> None:
                 return False
 
             if answer.payload is None:
-                until(is_gone, "LeaseLost for rows that had ended")
+                until(_is_gone, "LeaseLost for rows that had ended")
             found = np.unique(_get(client.queue, 5).array("x")).tolist()
             expect(found == [2, 3], f"rows put as 2 and 3 are read as {found} after others had ended")
 
 
-@check(
-    "store",
-    "full",
-    impact="a producer that reuses its buffer changes rows that it has already put",
-    hint="write(copy=True): copy the columns before the return",
-)
 def copied(lab: PlainLab) -> None:
     """With copy=True the caller may change the columns once write() has returned."""
     for far in (True, False):
         with _stored(lab) as stored:
-            port = BlockingPort(connection_of(stored.client(far=far)))
-            x = np.arange(100_000.0)
-            pending = port.write(
-                cmd.AddRows(groups=len(x), group_size=1, columns={}), pack_columns({"x": x}), keep=True
-            )
+            port, x = BlockingPort(connection_of(stored.client(far=far))), np.arange(100_000.0)
+            added = cmd.AddRows(groups=len(x), group_size=1, columns={})
+            pending = port.write(added, pack_columns({"x": x}), keep=True)
             x[:] = 0
             run_blocking(port.submit(pending)).raise_error()
             with _get(stored.queue("reader"), len(x)) as batch:
@@ -227,12 +182,6 @@ def copied(lab: PlainLab) -> None:
             expect(same, "the caller changed its columns after write(copy=True), and the rows changed, too")
 
 
-@check(
-    "store",
-    "full",
-    impact="memory grows until puts raise MemoryFull, or the host ends the server",
-    hint="discard() and free(): the bytes can be used again. Give the store a limit to check this",
-)
 def memory(lab: PlainLab) -> None:
     """Memory of writes that were discarded, and of rows that ended, is used again."""
     with _stored(lab) as stored:
@@ -247,18 +196,10 @@ def memory(lab: PlainLab) -> None:
                 client.queue.put(columns)
                 _get(client.queue, 1).ack()
         held = stored.run.queue.status().held_bytes
-        expect(
-            held < ROUNDS * LARGE,
-            f"{held >> 20} MB are held after writes and rows of {LARGE >> 20} MB, discarded or ended one by one",
-        )
+        said = f"{held >> 20} MB are held after writes and rows of {LARGE >> 20} MB, discarded or ended one by one"
+        expect(held < ROUNDS * LARGE, said)
 
 
-@check(
-    "store",
-    "full",
-    impact="a repeated answer of the server ends a producer, or frees the columns of other rows",
-    hint="free(): ignore unknown serials and those that are freed",
-)
 def frees(lab: PlainLab) -> None:
     """Blocks are freed again, and unknown ones, without harm."""
     for far in (True, False):
@@ -267,15 +208,9 @@ def frees(lab: PlainLab) -> None:
             for count in (5, 3):
                 client.queue.put({"x": np.arange(float(count))})
                 store_of(client).free([1, 2, 3, -1, 1 << 62])
-                _expect_rows(_read(client.queue, count), range(count), "after frees of unknown blocks")
+                _expect_rows(client.queue, range(count), "after frees of unknown blocks")
 
 
-@check(
-    "store",
-    "full",
-    impact="values change while a trainer computes with them",
-    hint="memory that a reader refers to must not be used again, also after close()",
-)
 def views(lab: PlainLab) -> None:
     """Columns that were read keep their values after their rows have ended, and after close()."""
     with _stored(lab) as stored:
@@ -294,19 +229,12 @@ def views(lab: PlainLab) -> None:
             expect((x == 1).all(), "values that were read have changed after close()")
 
 
-@check(
-    "store",
-    "full",
-    impact="a worker with several threads gets wrong rows, or fails now and then",
-    hint="one store has all threads of a process: state of reads and writes belongs to the call",
-    after=("values",),
-)
 def threads(lab: PlainLab) -> None:
     """Threads write and read with one store at the same time."""
     with _stored(lab) as stored:
         queues = [stored.queue(far=True), stored.queue()]
 
-        def work(number: int) -> list[float]:
+        def _work(number: int) -> list[float]:
             """Put 20 rows and get as many."""
             queue = queues[number % 2]
             for part in range(10):
@@ -321,67 +249,40 @@ def threads(lab: PlainLab) -> None:
             return found
 
         with ThreadPoolExecutor(4) as pool:
-            found = sorted(each for part in pool.map(work, range(4)) for each in part)
-        _expect_rows(found, sorted(2 * [float(each) for each in range(40)]), "by 4 threads")
+            found = sorted(each for part in pool.map(_work, range(4)) for each in part)
+        _compare(found, sorted(2 * [float(each) for each in range(40)]), "by 4 threads")
 
 
-@check(
-    "store",
-    "full",
-    impact="asynchronous workers fail, or all their tasks stand still",
-    hint="read(): no event loop of its own; may_wait=True if it waits for others",
-    after=("values",),
-)
 def event_loops(lab: PlainLab) -> None:
     """Tasks of an event loop write and read."""
+
+    async def _work(queue: TransferQueue) -> list[float]:
+        await queue.aio.put({"x": np.arange(6.0)})
+        async with await queue.aio.get("read", 6, at_least=6, timeout_s=LIMIT_S) as batch:
+            found: list[float] = batch.array("x").tolist()
+            await batch.ack()
+            return found
+
     with _stored(lab) as stored:
-
-        async def work(queue: TransferQueue) -> list[float]:
-            """Put rows and get them."""
-            await queue.aio.put({"x": np.arange(6.0)})
-            async with await queue.aio.get("read", 6, at_least=6, timeout_s=LIMIT_S) as batch:
-                found: list[float] = batch.array("x").tolist()
-                await batch.ack()
-                return found
-
         for far in (True, False):
-            _expect_rows(asyncio.run(work(stored.queue(far=far))), range(6), "in an event loop")
+            _compare(asyncio.run(_work(stored.queue(far=far))), range(6), "in an event loop")
 
 
-@check(
-    "store",
-    "full",
-    impact="each client that leaves takes descriptors and threads with it, until the worker or the server fails",
-    hint="close(): end threads, close files and connections; repeated, and also after reads",
-    after=("values",),
-)
 def closed(lab: PlainLab) -> None:
     """A client that wrote and read leaves no threads, descriptors or processes."""
     with _stored(lab) as stored:
         clients: list[Any] = []
 
-        def start() -> None:
-            """Use a client."""
+        def _start() -> None:
             clients.append(stored.client(far=True))
             clients[-1].queue.put({"x": np.arange(4.0)})
-            _expect_rows(_read(clients[-1].queue, 4), range(4), "by the client that put them")
+            _expect_rows(clients[-1].queue, range(4), "by the client that put them")
 
-        def close() -> None:
-            """Close it."""
-            clients.pop().close()
-
-        start()
-        close()  # of the process: made once
-        check_given_back(start, close, limit_s=lab.limit_s)
+        _start()
+        clients.pop().close()  # of the process: made once
+        check_given_back(_start, lambda: clients.pop().close(), limit_s=lab.limit_s)
 
 
-@check(
-    "store",
-    "full",
-    impact="after the loss of one host the others stop, or its rows are counted wrongly",
-    hint="rewrite(): the same columns in a home that is not lost, else as an image",
-    after=("homes",),
-)
 def given_up(lab: PlainLab) -> None:
     """A home is given up: its rows are counted as failed, and its writers go on."""
     with _stored(lab, homes=True) as stored:
@@ -391,36 +292,28 @@ def given_up(lab: PlainLab) -> None:
         stored.run.evict_home(home, "it is old")
         audit = stored.run.audit()
         counts = audit.put, audit.failed, audit.live, audit.balanced
-        expect(
-            counts == (4, 4, 0, True), f"4 rows of a lost home are counted as (put, failed, live, balanced) {counts}"
-        )
+        said = f"4 rows of a lost home are counted as (put, failed, live, balanced) {counts}"
+        expect(counts == (4, 4, 0, True), said)
         queue.put({"x": np.arange(4.0)}, key="first")
-        _expect_rows(_read(stored.queue("reader"), 4), range(4), "after their home was given up")
+        _expect_rows(stored.queue("reader"), range(4), "after their home was given up")
         until(lambda: any(each.epoch > home.epoch and not each.lost for each in stored.run.homes()), "the next epoch")
         later = stored.queue("later", far=True)
         later.put({"x": np.arange(5.0)})
-        _expect_rows(_read(later, 5), range(5), "in the next epoch of the home")
+        _expect_rows(later, range(5), "in the next epoch of the home")
 
 
-@check(
-    "store",
-    "full",
-    impact="memory of workers that died is never free again; or rows are gone as soon as any worker ends",
-    hint="HomeUnit: free blocks by the sessions that have ended, and no others",
-    after=("homes",),
-)
 def ended_sessions(lab: PlainLab) -> None:
     """The storage unit frees the blocks of sessions that have ended, and no others."""
     with _stored(lab, homes=True) as stored:
         stored.queue("writer", far=True).put({"x": np.arange(4.0)})
         client, reader = stored.client("short", far=True), stored.client("reader", far=True)
         block = store_of(client).write(pack_columns({"x": np.zeros(100_000)}), copy=False).block
-        expect(block is not None, "columns of a client that does not see the server's memory were sent to the server")
-        assert block is not None
+        if block is None:
+            raise CheckFailed(_SENT)
         client.close()  # its call is never sent
         (home,) = stored.run.homes()
         until(lambda: not _is_there(store_of(reader), home, block), "the end of a block whose session has ended")
-        _expect_rows(_read(reader.queue, 4), range(4), "after another session had ended")
+        _expect_rows(reader.queue, range(4), "after another session had ended")
 
 
 def _is_there(store: PayloadStore, home: StorageHome, block: Block) -> bool:
@@ -436,13 +329,6 @@ def _is_there(store: PayloadStore, home: StorageHome, block: Block) -> bool:
     return True
 
 
-@check(
-    "store",
-    "full",
-    impact="rows are leased and given back for ever, and the run stands still",
-    hint="HomeUnit.offer: another identity once blocks are lost; read(): StoreUnavailable until then",
-    after=("homes", "given_up"),
-)
 def unit_killed(lab: PlainLab) -> None:
     """After the storage unit is killed and started again, rows are read, or counted as lost."""
     with _stored(lab, homes=True, process=True) as stored:
@@ -454,10 +340,46 @@ def unit_killed(lab: PlainLab) -> None:
         while not stored.run.audit().failed:
             with contextlib.suppress(StoreUnavailable, DeadlineExceeded):
                 batch = reader.get("read", 4, at_least=4, timeout_s=1.0)
-                _expect_rows(batch.array("x").tolist(), range(4), "after their storage unit was killed")
+                _compare(batch.array("x").tolist(), range(4), "after their storage unit was killed")
                 batch.ack()
                 break
             expect(time.monotonic() < end, f"for {2 * LIMIT_S:g} s, rows were neither read nor lost")
         queue.put({"x": np.arange(5.0, 8)})
-        _expect_rows(_read(reader, 3), (5, 6, 7), "after another storage unit was started")
+        _expect_rows(reader, (5, 6, 7), "after another storage unit was started")
         expect(stored.run.audit().balanced, f"the rows are not all counted: {stored.run.audit()}")
+
+
+CHECKS = checks("store", {
+    values: ("basic", (), "training uses other tokens and rewards than were made, and no error says so",
+        "read(): the exact bytes, in the order of the slices"),
+    parts: ("basic", ("values",), "rows of large puts are mixed up, or each small lease moves the whole put",
+        "read(): entries and counts of the slices; ranges of a block"),
+    homes: ("basic", (), "all bytes of other hosts cross the server's link twice, as without the store",
+        "write(): StoredBlock.block in a home of the writer's host; its storage unit must be open"),
+    processes: ("basic", ("values",), "rows are lost with a worker that ends, or only their writer can read them",
+        "blocks must outlive the process that wrote them, and be readable in others"),
+    ended: ("basic", ("values",), "a lease that was taken away is trained with the columns of other rows",
+        "read(): LeaseLost for a freed block; check its serial after the last byte was read"),
+    copied: ("full", (), "a producer that reuses its buffer changes rows that it has already put",
+        "write(copy=True): copy the columns before the return"),
+    memory: ("full", (), "memory grows until puts raise MemoryFull, or the host ends the server",
+        "discard() and free(): the bytes can be used again. Give the store a limit to check this"),
+    frees: ("full", (), "a repeated answer of the server ends a producer, or frees the columns of other rows",
+        "free(): ignore unknown serials and those that are freed"),
+    views: ("full", (), "values change while a trainer computes with them",
+        "memory that a reader refers to must not be used again, also after close()"),
+    threads: ("full", ("values",), "a worker with several threads gets wrong rows, or fails now and then",
+        "one store has all threads of a process: state of reads and writes belongs to the call"),
+    event_loops: ("full", ("values",), "asynchronous workers fail, or all their tasks stand still",
+        "read(): no event loop of its own; may_wait=True if it waits for others"),
+    closed: ("full", ("values",),
+        "each client that leaves takes descriptors and threads with it, until the worker or the server fails",
+        "close(): end threads, close files and connections; repeated, and also after reads"),
+    given_up: ("full", ("homes",), "after the loss of one host the others stop, or its rows are counted wrongly",
+        "rewrite(): the same columns in a home that is not lost, else as an image"),
+    ended_sessions: ("full", ("homes",),
+        "memory of workers that died is never free again; or rows are gone as soon as any worker ends",
+        "HomeUnit: free blocks by the sessions that have ended, and no others"),
+    unit_killed: ("full", ("homes", "given_up"), "rows are leased and given back for ever, and the run stands still",
+        "HomeUnit.offer: another identity once blocks are lost; read(): StoreUnavailable until then"),
+})  # fmt: skip

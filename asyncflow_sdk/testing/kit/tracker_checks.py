@@ -8,8 +8,8 @@ import numpy as np
 
 from ...interfaces import TrackedRun, Tracker
 from ...types.events import Note
-from .check import check, expect
-from .plain_lab import PlainLab
+from .check import checks, expect
+from .lab import PlainLab
 
 
 def _made(lab: PlainLab) -> Tracker:
@@ -19,11 +19,6 @@ def _made(lab: PlainLab) -> Tracker:
     return tracker
 
 
-@check(
-    "tracker", "basic",
-    impact="the run goes on without it: the first thing it raises ends a tracker",
-    hint="open(), log(), event(), close(): called once, for each step, for each event, once",
-)  # fmt: skip
 def follows(lab: PlainLab) -> None:
     """It takes the steps and events of a run, from start to end."""
     tracker = _made(lab)
@@ -36,12 +31,6 @@ def follows(lab: PlainLab) -> None:
     tracker.close()
 
 
-@check(
-    "tracker", "basic",
-    impact="one odd number, as diverging runs have them, and nothing more is tracked",
-    hint="log(): numbers may be nan or infinite, and other ones from step to step",
-    after=("follows",),
-)  # fmt: skip
 def odd_numbers(lab: PlainLab) -> None:
     """Non-finite numbers, and metrics missing in some steps, raise no error."""
     tracker = _made(lab)
@@ -52,12 +41,6 @@ def odd_numbers(lab: PlainLab) -> None:
     tracker.close()
 
 
-@check(
-    "tracker", "full",
-    impact="a resumed run loses its earlier records, or is no longer tracked",
-    hint="open() with resumed=True, and log() of a step logged before",
-    after=("follows",),
-)  # fmt: skip
 def resumed(lab: PlainLab) -> None:
     """A resumed run with repeated steps is still tracked; one without any step can be closed."""
     directory = lab.directory()
@@ -67,3 +50,13 @@ def resumed(lab: PlainLab) -> None:
         for step in steps:
             tracker.log(step, step, {"reward": float(step)})
         tracker.close()
+
+
+CHECKS = checks("tracker", {
+    follows: ("basic", (), "the run goes on without it: the first thing it raises ends a tracker",
+        "open(), log(), event(), close(): called once, for each step, for each event, once"),
+    odd_numbers: ("basic", ("follows",), "one odd number, as diverging runs have them, and nothing more is tracked",
+        "log(): numbers may be nan or infinite, and other ones from step to step"),
+    resumed: ("full", ("follows",), "a resumed run loses its earlier records, or is no longer tracked",
+        "open() with resumed=True, and log() of a step logged before"),
+})  # fmt: skip

@@ -10,9 +10,8 @@ import numpy.typing as npt
 
 from ...interfaces import Fetched, WeightUpdate
 from ...types import Chunk, Manifest
-from ...types.manifest import digest
 from ...weights.update import Update
-from ..transport_harness import layout
+from ..transport_harness import digests_of, layout
 
 BUCKET = 1 << 20
 
@@ -25,15 +24,20 @@ class HeldUpdate(WeightUpdate):
     """
 
     def __init__(
-        self, version: int, tensors: Mapping[str, npt.NDArray[Any]], rename: Callable[[str], str] | None = None,
-        *, breaks_after: int | None = None, halfway: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+        self,
+        version: int,
+        tensors: Mapping[str, npt.NDArray[Any]],
+        rename: Callable[[str], str] | None = None,
+        *,
+        breaks_after: int | None = None,
+        halfway: Callable[[], None] = lambda: None,
+    ) -> None:
         infos, sizes = layout(tensors, 1 << 26)
         self._chunks = [np.zeros(size, np.uint8) for size in sizes]
         for info in infos:
             raw = np.ascontiguousarray(tensors[info.name]).reshape(-1).view(np.uint8)
             self._chunks[info.chunk][info.offset : info.offset + info.nbytes] = raw
-        chunks = tuple(Chunk(len(chunk), _digests(chunk)) for chunk in self._chunks)
+        chunks = tuple(Chunk(len(chunk), digests_of(chunk, BUCKET)) for chunk in self._chunks)
         whole = Update(version, [Fetched(Manifest(version, tuple(infos), chunks, BUCKET), self._chunks)], rename)
         self.version, self.tensors, self.root, self._whole = version, whole.tensors, whole.root, whole
         self.untrained = whole.untrained
@@ -62,8 +66,3 @@ class HeldUpdate(WeightUpdate):
             if number == len(self.tensors) // 2:
                 self._halfway()
             yield each
-
-
-def _digests(chunk: npt.NDArray[np.uint8]) -> tuple[bytes, ...]:
-    view = memoryview(chunk)  # type: ignore[arg-type]
-    return tuple(digest(view[start : start + BUCKET]) for start in range(0, len(chunk), BUCKET))

@@ -25,8 +25,7 @@ import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, MemoryFull
 from asyncflow_sdk.interfaces import TransferQueue
 from asyncflow_sdk.testing import Conformance
-from asyncflow_sdk.testing.store_client import squares
-from asyncflow_sdk.testing.stored_run import StoredRun, until
+from asyncflow_sdk.testing.stored_run import StoredRun, squares, until
 from asyncflow_sdk.workflow.workers.ranks import free_port
 
 SHARED = f"127.0.0.1:{free_port()}"

@@ -18,8 +18,7 @@ import asyncflow_sdk as af
 from asyncflow_sdk.errors import MemoryFull
 from asyncflow_sdk.interfaces import TransferQueue
 from asyncflow_sdk.testing import Conformance
-from asyncflow_sdk.testing.store_client import squares
-from asyncflow_sdk.testing.stored_run import StoredRun, until
+from asyncflow_sdk.testing.stored_run import StoredRun, squares, until
 
 kit = Conformance("store", "ray", options={"memory_bytes": 64 << 20})
 

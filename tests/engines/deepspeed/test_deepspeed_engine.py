@@ -120,7 +120,7 @@ def test_a_policy_and_its_critic_make_the_plain_engines_steps(policy: Any, stage
         found = weights(lab, tmp_path / "have")
         goes_on = lab.step(batches[3]).metrics
         lab.start(seed=5)
-        lab.load(tmp_path / "have")
+        lab.used.load(tmp_path / "have")
         assert lab.step(batches[3]).metrics == goes_on
         for which, says in (("policy", r"\bgrad_norm is (inf|nan)"), ("critic", "critic_grad_norm is (inf|nan)")):
             lab.start(algorithm=FaultyPPO(critic=Critic(decay=0.9), infinite=which), micro_batch_tokens=None)
@@ -193,12 +193,12 @@ def test_another_number_of_ranks_another_stage_and_the_plain_engine_go_on(policy
         wanted = lab.tensors()
 
         lab.start()
-        lab.load(tmp_path)
+        lab.used.load(tmp_path)
         assert not unlike(lab.tensors(), saved)
         for batch in batches[2:]:
             lab.step(batch)
         assert not unlike(lab.tensors(), wanted), "resumed on as many ranks, it is the same to the bit"
-        lab.load(tmp_path / "untrained")
+        lab.used.load(tmp_path / "untrained")
         for batch in batches:
             lab.step(batch)
         assert not unlike(lab.tensors(), wanted), "what has no moments yet is gone on from without those of before"

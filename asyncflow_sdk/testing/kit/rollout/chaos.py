@@ -17,7 +17,7 @@ from ....types import Batch, Ragged, Sampling, token_versions
 from ....workflow import Rollout, Run, Stage, serve
 from ....workflow.workers.supervisor import Worker
 from .. import functions
-from ..check import NotAsked, check, expect
+from ..check import NotAsked, checks, expect
 from .lab import RolloutLab
 
 STEPS, GROUPS, SIZE, STALENESS = 10, 4, 4, 1
@@ -26,12 +26,6 @@ KILLED_AT = {2: 0, 4: 1, 6: 0}
 """The replica killed after each step."""
 
 
-@check(
-    "rollout", "chaos",
-    impact="a crash of one replica loses rows, or its successor answers by outdated weights",
-    hint="state of the dead process needed by the factory; weights must be loaded before the first answer",
-    after=("versions", "update"),
-)  # fmt: skip
 def killed(lab: RolloutLab) -> None:
     """A run with killed replicas gets every response once, each token of its named version."""
     path = import_path(lab.make)
@@ -45,10 +39,16 @@ def killed(lab: RolloutLab) -> None:
         run.queue.end()
         replicas = run.start(
             Rollout(
-                path, model=lab.policy.folder, replicas=2, group_size=size, prompt="prompt_ids",
-                sampling=Sampling(max_tokens=24), max_restarts=len(KILLED_AT), **lab.options,
+                path,
+                model=lab.policy.folder,
+                replicas=2,
+                group_size=size,
+                prompt="prompt_ids",
+                sampling=Sampling(max_tokens=24),
+                max_restarts=len(KILLED_AT),
+                **lab.options,
             )
-        )  # fmt: skip
+        )
         run.start(Stage(functions.odd, task="reward", gives=["reward"]))
         rows = _train(lab, run, replicas, GROUPS * size)
         audit = run.audit()
@@ -91,8 +91,7 @@ def _kill(worker: Worker) -> bool:
 
 
 def _look_at(lab: RolloutLab, batch: Batch, trained: int) -> None:
-    """Compare each token's log-prob with its named version, and that version with the staleness
-    bound."""
+    """Compare each token's log-prob with its named version, and that version with the staleness bound."""
     columns: tuple[Any, ...] = tuple(batch.ragged(name) for name in ("prompt_ids", "response_ids", "logprobs"))
     for prompt, ids, have, named in zip(*columns, token_versions(batch.ragged("version_spans")), strict=True):
         expect(
@@ -108,3 +107,10 @@ def _look_at(lab: RolloutLab, batch: Batch, trained: int) -> None:
                 f"tokens {of[0]} to {of[-1] + 1} are said to be of version {version}, and their log-probs are up"
                 f" to {apart:.3g} from its",
             )
+
+
+CHECKS = checks("rollout", {
+    killed: ("chaos", ("versions", "update"),
+        "a crash of one replica loses rows, or its successor answers by outdated weights",
+        "state of the dead process needed by the factory; weights must be loaded before the first answer"),
+})  # fmt: skip

@@ -15,13 +15,14 @@ import numpy.typing as npt
 
 from ....errors import EngineError
 from ....interfaces import Completion, Completions, Request, RolloutEngine, WeightUpdate
-from ....types import Ragged, Sampling
+from ....types import Ragged, Sampling, VersionSpan
 from ....workflow.rollout.engine_columns import EngineColumns, gives_of
 from ..check import CheckFailed, DoesNotApply, expect
 from ..diagnosis import CACHE, CACHE_HINT, Diagnosis, diagnose_form, diagnose_logprobs, diagnose_tokens
-from ..loop import LoopThread
+from ..lab import Lab
 from ..policy import Logprobs, Policy
 from ..precision import SHARE, follows, too_far
+from ..threads import LoopThread
 from ..updates import HeldUpdate
 
 LIMIT_S, MAKING_S = 60.0, 600.0
@@ -32,30 +33,28 @@ Ids = npt.NDArray[np.int32]
 T = TypeVar("T")
 
 
-class RolloutLab:
+class RolloutLab(Lab):
     """Makes the engine, keeps it for later checks, and tracks its version. Closed by ``close``.
 
-    ``make``: the factory, called with ``model=`` the policy's folder and ``options``.
-    ``tolerance``: the largest distance of a log-prob from the policy's. ``limit_s``: of each wait
-    for the engine.
+    ``make``: the factory, called with ``model=`` the policy's folder and ``options``. ``tolerance``: the largest
+    distance of a log-prob from the policy's. ``version``: the loaded version; after a failed load the one before.
+    ``doing``: the progress of a check, for the message of a timeout: "waiting for ...".
     """
 
     def __init__(
-        self, make: Callable[..., Any], policy: Policy, options: Mapping[str, Any], *, tolerance: float = 1e-4,
+        self,
+        make: Callable[..., Any],
+        policy: Policy,
+        options: Mapping[str, Any],
+        *,
+        tolerance: float = 1e-4,
         limit_s: float = LIMIT_S,
-    ) -> None:  # fmt: skip
-        self.policy, self.tolerance, self.limit_s = policy, tolerance, limit_s
-        self.seed: int | None = None
+    ) -> None:
+        super().__init__(make, options, limit_s)
+        self.policy, self.tolerance = policy, tolerance
         self.version = 0
-        """The loaded version; after a failed load the one before."""
         self.making_s = 0.0
         self.doing = ""
-        """The progress of a check, for the message of a timeout: "waiting for ..."."""
-        self.make, self.options = make, dict(options)
-        self.ever_made = False
-        """True once there was an engine."""
-        self.waits: Callable[[float], Any] = lambda _: None
-        """Called before each wait with its limit in seconds."""
         self._engine: RolloutEngine | None = None
         self._closed = False
         self._loop: LoopThread | None = None
@@ -63,10 +62,7 @@ class RolloutLab:
     # ---- for the runner
 
     def ask(self, body: Callable[[RolloutLab], Any], what: str) -> str | None:
-        """Run a check and return its remark. Raises the error of the check.
-
-        A coroutine function runs on the engine's loop, with an engine; others make their own.
-        """
+        """Run a check. A coroutine function runs on the engine's loop, with an engine; others make their own."""
         self.doing = ""
         if not inspect.iscoroutinefunction(inspect.unwrap(body)):
             self.waits(MAKING_S + _CALLS * self.limit_s)
@@ -79,7 +75,7 @@ class RolloutLab:
         return await body(self)  # type: ignore[no-any-return]
 
     def call(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        """Run a coroutine on the engine's loop; for checks that are plain functions."""
+        """Run a coroutine on the engine's loop; for plain functions as checks."""
         assert self._loop is not None
         self.waits(self.limit_s)
         return self._loop.call(work, self.limit_s, lambda: f"{what}{self.doing and f' ({self.doing})'}")
@@ -90,23 +86,16 @@ class RolloutLab:
         limit_s, began = max(self.limit_s, MAKING_S), time.monotonic()
         self.waits(limit_s)
         engine = self._loop.call(self._made(), limit_s, "making the engine")
-        expect(
-            isinstance(engine, RolloutEngine), f"the factory made {engine!r}, which is no asyncflow_sdk.RolloutEngine"
-        )
+        known = isinstance(engine, RolloutEngine)
+        expect(known, f"the factory made {engine!r}, which is no asyncflow_sdk.RolloutEngine")
         self._engine, self.version, self._closed, self.ever_made = engine, 0, False, True
         self.making_s = time.monotonic() - began
 
     async def _made(self) -> Any:
         return self.make(model=self.policy.folder, **self.options)
 
-    def renew(self) -> None:
-        """Drop the engine after a failure: its state is unknown."""
-        with contextlib.suppress(Exception):
-            self.close()
-
     def close(self) -> None:
-        """Close the engine and its loop. Raises the error of the engine's close. A blocked loop is
-        left behind."""
+        """Close the engine and its loop. Raises the error of the engine's close. A blocked loop is left behind."""
         engine, self._engine = self._engine, None
         loop, self._loop = self._loop, None
         try:
@@ -120,8 +109,7 @@ class RolloutLab:
     # ---- for checks
 
     async def close_engine(self) -> None:
-        """Close the engine but not its loop, for requests still ending there. Call ``close`` and
-        ``start`` next."""
+        """Close the engine but not its loop, for requests still ending there. Call ``close`` and ``start`` next."""
         self._closed = True
         await self.engine.close()
 
@@ -131,7 +119,7 @@ class RolloutLab:
         return self._engine is not None
 
     def had(self) -> RolloutLab:
-        """Return self, with an engine; for checks that are plain functions."""
+        """Return self, with an engine; for plain functions as checks."""
         if not self.made:
             self.start()
         return self
@@ -177,18 +165,15 @@ class RolloutLab:
         except (EngineError, CheckFailed):
             raise
         except Exception as error:
-            raise CheckFailed(
-                f"generate() raised {type(error).__name__} ({error}), not EngineError: the worker ends for it."
-                " Where the engine cannot answer a request, write `raise EngineError(str(error)) from error`, and"
-                " no assert"
-            ) from error
+            said = f"generate() raised {type(error).__name__} ({error}), not EngineError: the worker ends for it."
+            hint = "Where the engine cannot answer a request, write `raise EngineError(str(error)) from error`, and no assert"
+            raise CheckFailed(f"{said} {hint}") from error
         missing = sorted(set(range(request.n)) - set(got))
         expect(not missing, f"of n={request.n} responses, {missing} never came")
         return [got[index] for index in range(request.n)]
 
     async def timed(self, requests: Sequence[Request]) -> float:
-        """Return the seconds of concurrent requests: a time to act meanwhile, no measure of an
-        engine."""
+        """Return the seconds of concurrent requests: a time to act meanwhile, no measure of an engine."""
         began = time.monotonic()
         await self.answers(requests)
         return time.monotonic() - began
@@ -219,11 +204,8 @@ class RolloutLab:
         """Load a version, by default a new one. Return its number."""
         version = self.version + 1 if version is None else version
         update = self.make_update(version)
-        taken = await self.load(update)
-        expect(
-            taken == set(update.tensors),
-            f"load_weights returned {_names(taken)}; the version has {_names(set(update.tensors))}",
-        )
+        taken, names = await self.load(update), set(update.tensors)
+        expect(taken == names, f"load_weights returned {_names(taken)}; the version has {_names(names)}")
         return version
 
     def make_update(self, version: int, tensors: Mapping[str, Any] | None = None, **options: Any) -> HeldUpdate:
@@ -239,22 +221,16 @@ class RolloutLab:
         self.version = update.version
         return set(taken)
 
-    async def check_greedy(
-        self, prompts: Sequence[Ids], *, max_tokens: int = 8, when: str = "", cause: str = ""
-    ) -> None:
+    async def check_greedy(self, prompts: Sequence[Ids], *, when: str = "", cause: str = "") -> None:
         """Compare greedy responses to concurrent requests, and their log-probs, with the policy's.
-
-        ``cause``: the one suspected by the check.
-        """
-        requests = [self.request(prompt, max_tokens=max_tokens) for prompt in prompts]
-        for prompt, (got,) in zip(prompts, await self.answers(requests), strict=True):
-            self.check_response(
-                prompt, got, self.policy.greedy(self.version, prompt, max_tokens), when=when, cause=cause
-            )
+        ``cause``: the one suspected by the check."""
+        answers = await self.answers([self.request(prompt) for prompt in prompts])
+        for prompt, (got,) in zip(prompts, answers, strict=True):
+            wanted = self.policy.greedy(self.version, prompt, 8)
+            self.check_response(prompt, got, wanted, when=when, cause=cause)
 
     async def blame_cache(self, failed: CheckFailed) -> CheckFailed:
-        """Blame a cache if prompts never used before are answered correctly; else return the
-        failure as it is."""
+        """Blame a cache if prompts never used before are answered correctly; else return the failure as it is."""
         try:
             await self.check_greedy(self.policy.prompts(2, seed=1009))
         except Exception:
@@ -278,41 +254,41 @@ class RolloutLab:
         self.check_logprobs(prompt, got, when=when, cause=cause)
 
     def is_greedy(self, prompt: Ids, ids: Ids, version: int | None = None) -> bool:
-        """Return True if each token is the most likely one after its predecessors, within the
-        tolerance."""
+        """Return True if each token is the most likely one after its predecessors, within the tolerance."""
         return follows(self.policy, self.version if version is None else version, prompt, ids, self.tolerance)
 
     def check_logprobs(
         self, prompt: Ids, got: Completion, *, temperature: float = 1.0, when: str = "", cause: str = ""
     ) -> None:
         """Compare the log-probs of a response with the policy's for the loaded version."""
-        ids = np.asarray(got.token_ids, np.int32)
+        ids, have = np.asarray(got.token_ids, np.int32), np.asarray(got.logprobs, np.float64)
         wanted = self.policy.logprobs(self.version, prompt, ids, temperature)
-        apart = np.abs(np.asarray(got.logprobs, np.float64) - wanted)
-        far = too_far(apart, self.tolerance)
-        if not far:
-            return
-        at = int(apart.argmax())
-        found = self.diagnose_logprobs(prompt, ids, got.logprobs, temperature)
-        raise CheckFailed(
-            f"log-probs{when} are {far} from those of version {self.version} at temperature"
-            f" {temperature:g} (token {at}: {float(got.logprobs[at]):.6g}, not {wanted[at]:.6g};"
-            f" {self.tolerance:g} is allowed, {self.tolerance / SHARE:g} on average){found.text}",
-            found.or_else(cause),
-            found.hint,
-        )
+        if far := too_far(np.abs(have - wanted), self.tolerance):
+            at = int(np.abs(have - wanted).argmax())
+            found = diagnose_logprobs(self.policy, self.version, prompt, ids, have, temperature, self.tolerance)
+            raise CheckFailed(
+                f"log-probs{when} are {far} from those of version {self.version} at temperature {temperature:g} (token"
+                f" {at}: {have[at]:.6g}, not {wanted[at]:.6g}; {self.tolerance:g} is allowed,"
+                f" {self.tolerance / SHARE:g} on average){found.text}",
+                found.or_else(cause),
+                found.hint,
+            )
 
-    def off(self, version: int, prompt: Ids, got: Completion, start: int, end: int) -> str:
-        """Describe the distance of these tokens' log-probs from a version's; "" within the tolerance."""
-        ids = np.asarray(got.token_ids, np.int32)
-        wanted = self.policy.logprobs(version, np.concatenate([prompt, ids[:start]]), ids[start:end])
-        return too_far(np.abs(np.asarray(got.logprobs, np.float64)[start:end] - wanted), self.tolerance)
+    def off(self, prompt: Ids, got: Completion, span: VersionSpan) -> str:
+        """Describe the distance of a span's log-probs from those of its version; "" within the tolerance."""
+        before, ids, have = _of_span(prompt, got, span)
+        return too_far(np.abs(have - self.policy.logprobs(span.version, before, ids)), self.tolerance)
 
-    def diagnose_logprobs(self, prompt: Ids, ids: Ids, have: Any, temperature: float = 1.0) -> Diagnosis:
-        """Explain log-probs other than the policy's for the loaded version."""
-        return diagnose_logprobs(
-            self.policy, self.version, prompt, ids, np.asarray(have, np.float64), temperature, self.tolerance
-        )
+    def why(self, prompt: Ids, got: Completion, span: VersionSpan) -> Diagnosis:
+        """Explain log-probs of a span other than those of its version, at temperature 1."""
+        before, ids, have = _of_span(prompt, got, span)
+        return diagnose_logprobs(self.policy, span.version, before, ids, have, 1.0, self.tolerance)
+
+
+def _of_span(prompt: Ids, got: Completion, span: VersionSpan) -> tuple[Ids, Ids, Logprobs]:
+    """Return the tokens before a span, its tokens, and their log-probs."""
+    ids, start, end = np.asarray(got.token_ids, np.int32), span.start, span.end
+    return np.concatenate([prompt, ids[:start]]), ids[start:end], np.asarray(got.logprobs, np.float64)[start:end]
 
 
 def _each(completed: Any) -> Iterable[Any]:
@@ -320,15 +296,11 @@ def _each(completed: Any) -> Iterable[Any]:
     if not isinstance(completed, Completions):
         return (completed,)
     index, ids, logprobs = completed.index, completed.token_ids, completed.logprobs
+    right = isinstance(index, np.ndarray) and index.ndim == 1 and index.dtype.kind in "iu"
+    right = right and isinstance(ids, Ragged) and isinstance(logprobs, Ragged)
     expect(
-        isinstance(index, np.ndarray)
-        and index.ndim == 1
-        and index.dtype.kind in "iu"
-        and isinstance(ids, Ragged)
-        and isinstance(logprobs, Ragged)
-        and len(index) == len(ids) == len(logprobs) == len(completed.finish_reason),
-        f"generate yielded {completed!r}: that is not one index, one row of tokens, one of log-probs and one"
-        " reason each",
+        right and len(index) == len(ids) == len(logprobs) == len(completed.finish_reason),
+        f"generate yielded {completed!r}: that is not one index, one row of tokens, one of log-probs and one reason each",
     )
     return completed.each()
 
@@ -341,31 +313,20 @@ def first_tokens(groups: Sequence[Sequence[Completion]]) -> Ids:
 def check_form(lab: RolloutLab, request: Request, got: Completion, *, aborted: bool = False) -> None:
     """Verify the form the queue needs, for any content."""
     expect(isinstance(got, Completion), f"generate yielded {got!r}, which is no asyncflow_sdk.Completion")
-    said = f"response {got.index} of n={request.n}"
-    expect(
-        isinstance(got.index, int) and 0 <= got.index < request.n,
-        f"{said}: its index is none of 0 to {request.n - 1}",
-    )
-    ids, logprobs = np.asarray(got.token_ids), np.asarray(got.logprobs)
-    expect(
-        ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size),
-        f"{said}: token_ids are {ids.dtype}{list(ids.shape)}, not one row of integers",
-    )
+    said, most = f"response {got.index} of n={request.n}", request.sampling.max_tokens
+    known = isinstance(got.index, int) and 0 <= got.index < request.n
+    expect(known, f"{said}: its index is none of 0 to {request.n - 1}")
+    ids, logprobs, reason = np.asarray(got.token_ids), np.asarray(got.logprobs), got.finish_reason
+    whole = ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size)
+    expect(whole, f"{said}: token_ids are {ids.dtype}{list(ids.shape)}, not one row of integers")
     expect(logprobs.shape == ids.shape, f"{said}: {ids.size} tokens have log-probs of shape {list(logprobs.shape)}")
-    expect(
-        ids.size <= request.sampling.max_tokens,
-        f"{said}: {ids.size} tokens, and max_tokens is {request.sampling.max_tokens}",
-    )
-    reasons = ("stop", "length", "aborted") if aborted else ("stop", "length")
-    expect(
-        got.finish_reason in reasons,
-        f"{said}: finish_reason is {got.finish_reason!r}, not one of {', '.join(reasons)}",
-    )
+    expect(ids.size <= most, f"{said}: {ids.size} tokens, and max_tokens is {most}")
+    reasons = ("stop", "length", *(["aborted"] if aborted else []))
+    expect(reason in reasons, f"{said}: finish_reason is {reason!r}, not one of {', '.join(reasons)}")
     expect(ids.size or aborted, f"{said}: it has no tokens, and none was asked to end early")
     outside = ids[(ids < 0) | (ids >= lab.policy.vocabulary)] if ids.size else ids
-    expect(
-        not outside.size, f"{said}: token {outside[:1].tolist()} is not in the vocabulary of {lab.policy.vocabulary}"
-    )
+    strange = f"{said}: token {outside[:1].tolist()} is not in the vocabulary of {lab.policy.vocabulary}"
+    expect(not outside.size, strange)
     wrong = logprobs[~(logprobs <= 1e-4)] if logprobs.size else logprobs
     if wrong.size:
         found = diagnose_form(logprobs)
@@ -375,37 +336,34 @@ def check_form(lab: RolloutLab, request: Request, got: Completion, *, aborted: b
         EngineColumns(type(lab.engine).__name__, gives_of(lab.engine, request.sampling)).checked(got)
     except EngineError as error:
         raise CheckFailed(str(error)) from None
-    check_spans(lab, said, got)
-    check_end(said, request, got, lab.policy.ends)
+    _check_spans(lab, said, got)
+    _check_end(said, request, got, lab.policy.ends)
 
 
-def check_end(said: str, request: Request, got: Completion, model_ends: Sequence[int] | None) -> None:
+def _check_end(said: str, request: Request, got: Completion, model_ends: Sequence[int] | None) -> None:
     """Verify the finish reason, and the absence of tokens after a stop or end token."""
-    ids, most = np.asarray(got.token_ids), request.sampling.max_tokens
+    ids, most, reason = np.asarray(got.token_ids), request.sampling.max_tokens, got.finish_reason
     ends = [*(model_ends or ()), *request.sampling.stop_ids]
     at = np.flatnonzero(np.isin(ids, ends))
+    token, place = ids[at[:1]].tolist(), at[:1].tolist()
+    over = f"{said}: it goes on after stop token {token}, its token {place}, to {len(ids)} tokens"
+    expect(not len(at) or at[0] == len(ids) - 1, over)
     expect(
-        not len(at) or at[0] == len(ids) - 1,
-        f"{said}: it goes on after stop token {ids[at[:1]].tolist()}, its token {at[:1].tolist()}, to {len(ids)} tokens",
-    )
-    expect(
-        got.finish_reason == "stop" or not len(at),
-        f"{said}: it ends at stop token {ids[-1:].tolist()}, as token {len(ids)} of {most}, and says"
-        f" {got.finish_reason!r}, not stop: the token decides, also at max_tokens",
+        reason == "stop" or not len(at),
+        f"{said}: it ends at stop token {token}, as token {len(ids)} of {most}, and says {reason!r}, not stop: the"
+        " token decides, also at max_tokens",
         "stops: a stop token at max_tokens is not told as stop",
     )
     expect(
-        model_ends is None or got.finish_reason != "stop" or len(at) or request.sampling.stop,
+        model_ends is None or reason != "stop" or len(at) or request.sampling.stop,
         f"{said}: it says that it ended at a stop token, and its last one is {ids[-1:].tolist()}; {ends} end"
         " a response, and belong to it",
     )
-    expect(
-        got.finish_reason != "length" or len(ids) == most,
-        f"{said}: it says that it ended for its length, at {len(ids)} of {most} tokens",
-    )
+    full = reason != "length" or len(ids) == most
+    expect(full, f"{said}: it says that it ended for its length, at {len(ids)} of {most} tokens")
 
 
-def check_spans(lab: RolloutLab, said: str, got: Completion) -> None:
+def _check_spans(lab: RolloutLab, said: str, got: Completion) -> None:
     """Verify of engines with ``token_versions``: spans cover the tokens in order, without gaps."""
     if not lab.engine.capabilities.token_versions:
         expect(not got.spans, f"{said}: it has version spans, and the engine's capabilities say it has none")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..check import CheckFailed, NotAsked, check, expect
+from ..check import CheckFailed, NotAsked, checks, expect
 from ..parse_guard import whole_parses
 from .lab import RolloutLab
 from .world import RolloutWorld
@@ -26,12 +26,6 @@ CHEAP_S = 0.5
 Found = list[tuple[list[str], BaseException]]
 
 
-@check(
-    "rollout", "chaos",
-    impact="correct steps fail in combination, some hours into a run, and cannot be reproduced",
-    hint="the last step of the list, and the state left by those before: caches, flags, capacity, unfinished rows",
-    after=("stale_cache", "torn_update", "abort", "bad_requests", "update_in_flight", "during_load", "interrupted", "scores", "holds"),
-)  # fmt: skip
 def any_order(lab: RolloutLab) -> str:
     """In any order of generations, updates, torn loads, interruptions, cancellations and restarts,
     every answer is the policy's for its permitted versions."""
@@ -46,10 +40,16 @@ def any_order(lab: RolloutLab) -> str:
         lab.call(lab.update(0), "loading version 0 again")
     clock = _Clock(lab.limit_s, lab.making_s)
     settings = hypothesis.settings(
-        max_examples=EXAMPLES, stateful_step_count=STEPS, derandomize=False, database=None, deadline=None,
-        suppress_health_check=list(hypothesis.HealthCheck), print_blob=False, report_multiple_bugs=False,
+        max_examples=EXAMPLES,
+        stateful_step_count=STEPS,
+        derandomize=False,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        print_blob=False,
+        report_multiple_bugs=False,
         verbosity=hypothesis.Verbosity.quiet,
-    )  # fmt: skip
+    )
     machine = hypothesis.seed(lab.seed or 0)(_machine(lab, found, clock))
     with tempfile.TemporaryDirectory(prefix="asyncflow-check-") as home:
         set_hypothesis_home_dir(home)  # else it leaves a folder wherever the command is called
@@ -98,12 +98,25 @@ class _Clock:
 
 
 def _machine(lab: RolloutLab, found: Found, clock: _Clock) -> Any:
-    """Return the class of a state machine for the lab's engine; after the end of the time its steps
-    do nothing."""
+    """Return the class of a state machine for the lab's engine; after the end of the time its steps do nothing."""
     from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
     from hypothesis.strategies import booleans, integers, lists, sampled_from
 
-    shares, which = sampled_from([0.0, 0.1, 0.4, 1.0]), integers(0, 3)
+    numbers, tokens = integers(0, 3), sampled_from([24, 8, 1])
+    seldom = sampled_from([False, False, False, True])
+
+    def _step(name: str, when: Callable[[RolloutWorld], Any], **drawn: Any) -> Any:
+        """Return a rule: a step of the world with drawn arguments."""
+
+        def _take(self: Any, **values: Any) -> None:
+            self.take(lambda world: getattr(world, name)(**values))
+
+        _take.__name__ = name
+        guarded: Any = precondition(lambda self: self.world is not None and when(self.world))
+        return guarded(rule(**drawn)(_take))
+
+    def _is_running(world: RolloutWorld) -> bool:
+        return bool(world.running)
 
     class Machine(RuleBasedStateMachine):
         def __init__(self) -> None:
@@ -131,83 +144,26 @@ def _machine(lab: RolloutLab, found: Found, clock: _Clock) -> Any:
                 lab.renew()
                 raise
 
-        def has(self, what: Callable[[RolloutWorld], Any]) -> bool:
-            """True if there is a world with this property."""
-            return self.world is not None and bool(what(self.world))
+        begin = _step(
+            "begin", RolloutWorld.has_room, prompt=numbers, rows=integers(1, 2), tokens=tokens, greedy=booleans()
+        )
+        advance = _step("advance", _is_running, share=sampled_from([0.0, 0.1, 0.4, 1.0]))
+        finish = _step("finish", _is_running, which=numbers)
+        cancel = _step("cancel", _is_running, which=numbers)
+        load = _step("load_next", lambda world: True, older=seldom)
+        load_torn = _step("load_torn", lambda world: not world.unsure, share=sampled_from([0.5, 0.0, 0.99]))
+        interrupt = _step("interrupt", lambda world: world.running and "partial" in lab.engine.capabilities.swap)
+        score = _step("score", lambda world: lab.engine.capabilities.logprobs)
+        refuse = _step("refuse", lambda world: world.running and world.rows < lab.rows)
+        remake = _step("remake", lambda world: world.running and not clock.costly)
 
-        def room(self) -> bool:
-            """True if two more rows fit."""
-            return self.has(lambda world: world.rows + 2 <= max(lab.rows, 2))
-
-        @precondition(room)
-        @rule(prompt=which, rows=integers(1, 2), tokens=sampled_from([24, 8, 1]), greedy=booleans())
-        def begin(self, prompt: int, rows: int, tokens: int, greedy: bool) -> None:
-            """Begin a generation."""
-            self.take(lambda world: world.begin(prompt, min(rows, lab.rows), tokens, greedy))
-
-        @precondition(room)
-        @rule(prompts=lists(which, min_size=2, max_size=3))
+        @precondition(lambda self: self.world is not None and self.world.has_room())
+        @rule(prompts=lists(numbers, min_size=2, max_size=3))
         def begin_some(self, prompts: list[int]) -> None:
             """Begin several, so that steps of other kinds meet running requests."""
             for prompt in prompts:
-                if self.room():
+                if self.world is not None and self.world.has_room():
                     self.take(lambda world, prompt=prompt: world.begin(prompt, 1, 24, True))  # type: ignore[misc]
-
-        @precondition(lambda self: self.has(lambda world: world.running))
-        @rule(share=shares)
-        def advance(self, share: float) -> None:
-            """Let the engine run."""
-            self.take(lambda world: world.advance(share))
-
-        @precondition(lambda self: self.has(lambda world: world.running))
-        @rule(number=which)
-        def finish(self, number: int) -> None:
-            """Wait for a generation."""
-            self.take(lambda world: world.finish(number))
-
-        @precondition(lambda self: self.has(lambda world: world.running))
-        @rule(number=which)
-        def cancel(self, number: int) -> None:
-            """Cancel a generation."""
-            self.take(lambda world: world.cancel(number))
-
-        @precondition(lambda self: self.has(lambda world: True))
-        @rule(older=sampled_from([False, False, False, True]))
-        def load(self, older: bool) -> None:
-            """Load the next version, or an older one."""
-            self.take(lambda world: world.load(max(lab.version + (-1 if older else 1), 0)))
-
-        @precondition(lambda self: self.has(lambda world: not world.unsure))
-        @rule(share=sampled_from([0.5, 0.0, 0.99]))
-        def load_torn(self, share: float) -> None:
-            """Break off a load."""
-            self.take(lambda world: world.load_torn(share))
-
-        @precondition(
-            lambda self: self.has(lambda world: "partial" in lab.engine.capabilities.swap and world.running)
-        )
-        @rule()
-        def interrupt(self) -> None:
-            """Interrupt and continue."""
-            self.take(lambda world: world.interrupt())
-
-        @precondition(lambda self: self.has(lambda world: lab.engine.capabilities.logprobs))
-        @rule()
-        def score(self) -> None:
-            """Score given responses."""
-            self.take(lambda world: world.score())
-
-        @precondition(lambda self: self.has(lambda world: world.running and world.rows < lab.rows))
-        @rule()
-        def refuse(self) -> None:
-            """Send an impossible request."""
-            self.take(lambda world: world.refuse())
-
-        @precondition(lambda self: self.has(lambda world: world.running and not clock.costly))
-        @rule()
-        def remake(self) -> None:
-            """Close the engine under load and make a new one."""
-            self.take(lambda world: world.remake())
 
         @precondition(lambda self: self.world is None)
         @rule()
@@ -220,3 +176,10 @@ def _machine(lab: RolloutLab, found: Found, clock: _Clock) -> Any:
                 self.take(lambda world: world.end(back=clock.costly), always=True)
 
     return Machine
+
+
+CHECKS = checks("rollout", {
+    any_order: ("chaos", ("stale_cache", "torn_update", "abort", "bad_requests", "update_in_flight", "during_load", "interrupted", "scores", "holds"),
+        "correct steps fail in combination, some hours into a run, and cannot be reproduced",
+        "the last step of the list, and the state left by those before: caches, flags, capacity, unfinished rows"),
+})  # fmt: skip

@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ....interfaces import Completion
-from ..chance import FALSE_ALARM, chance
-from ..check import DoesNotApply, check, expect, needs
+from ..check import CheckFailed, DoesNotApply, checks, expect, needs
 from ..policy import Logprobs
-from ..precision import too_far
+from ..precision import FALSE_ALARM, chance, too_far
 from .basic import telling_prompt
 from .lab import Ids, RolloutLab, first_tokens
 
@@ -22,12 +21,6 @@ VALUES = {"top_k": 3, "top_p": 0.5, "min_p": 0.3, "repetition_penalty": 1000.0}
 MASKED = {"top_k", "top_p", "min_p"}
 
 
-@check(
-    "rollout", "full",
-    impact="a response is cut before its end, or goes on after it: text that was not meant is scored and trained",
-    hint="abort a response once request.watch().found(all its tokens so far); keep the token that completes the text",
-    after=("greedy", "logprobs", "stops"),
-)  # fmt: skip
 async def stop_texts(lab: RolloutLab) -> None:
     """A response with stop texts reaches the token that completes one, also its first token, and
     ends there or soon after."""
@@ -58,30 +51,22 @@ async def stop_texts(lab: RolloutLab) -> None:
             (got,) = await lab.answer(asked)
             tokens = len(got.token_ids)
             lab.check_response(so_far, got, whole[had:][:tokens], when=f" with stop={stop!r}")
-            expect(
-                tokens >= end,
-                f"a response ends after {tokens} tokens, before its stop text {stop!r}{kind}, which {end} complete",
+            before_end = (
+                f"a response ends after {tokens} tokens, before its stop text {stop!r}{kind}, which {end} complete"
             )
+            expect(tokens >= end, before_end)
             if tokens < again:
                 early.add(kind)
-                expect(
-                    got.finish_reason == "stop",
-                    f"a response that ends at {stop!r} says it ended for {got.finish_reason!r}",
-                )
+                reason = got.finish_reason
+                expect(reason == "stop", f"a response that ends at {stop!r} says it ended for {reason!r}")
             elif end < again - 1 and kind not in early:  # the abort may have come after the last token: ask for more
                 late[kind], most = stop, min(2 * limit, max(lab.context - 32, WHOLE))
     for kind in late.keys() - early:
-        expect(False, f"each response goes on over its stop text{kind}, as {late[kind]!r}")
+        raise CheckFailed(f"each response goes on over its stop text{kind}, as {late[kind]!r}")
     if not early:
         raise DoesNotApply(f"no response to {PROMPTS} prompts has a text over two tokens")
 
 
-@check(
-    "rollout", "full",
-    impact="log-probs are of a restricted distribution, which training does not compute: every ratio is wrong",
-    hint="capabilities.restrictions: leave out those whose draws have other log-probs in this engine",
-    after=("logprobs", "draws"),
-)  # fmt: skip
 async def restricted(lab: RolloutLab) -> str:
     """Draws keep to each declared restriction, and log-probs stay those of the whole vocabulary."""
     able = sorted(lab.engine.capabilities.restrictions)
@@ -106,9 +91,8 @@ async def _check_restriction(lab: RolloutLab, name: str, value: float) -> None:
             part < share[read].sum() and chance(read, share, part, len(drawn)) < FALSE_ALARM,
             f"{said} {part:.1%} are tokens of the prompt, and without it {share[read].sum():.1%} would be",
         )
-        (got,) = await lab.answer(
-            lab.request(lab.policy.prompts(1, seed=13)[0], max_tokens=WHOLE, repetition_penalty=value)
-        )
+        (asked,) = lab.policy.prompts(1, seed=13)
+        (got,) = await lab.answer(lab.request(asked, max_tokens=WHOLE, repetition_penalty=value))
         ids = np.asarray(got.token_ids).tolist()
         expect(len({*ids}) == len(ids), f"tokens with {name}={value:g} come twice: {ids}; drawn ones count, too")
         return
@@ -131,13 +115,6 @@ def _kept(share: Logprobs, name: str, value: float) -> npt.NDArray[np.bool_]:
     return kept
 
 
-@check(
-    "rollout",
-    "full",
-    impact="behaviour and training are over different tokens: every ratio is wrong, or the trainer refuses the rows",
-    hint="kept_ids are all ids with a chance in a draw, and log-probs are normalised over them",
-    after=("restricted",),
-)
 @needs(lambda lab: lab.engine.capabilities.sampling_mask, "it declares no sampling_mask")
 async def sampling_mask(lab: RolloutLab) -> str:
     """Kept ids are all possible tokens of each draw, and log-probs are the policy's over them."""
@@ -150,9 +127,8 @@ async def sampling_mask(lab: RolloutLab) -> str:
     for temperature in (0.0, 1.0):
         (got,) = await lab.answer(lab.request(prompt, temperature=temperature, seed=1, sampling_mask=True))
         counts = np.asarray(got.columns["kept_ids_counts"])
-        expect(
-            not counts.any(), f"kept_ids_counts are {counts.tolist()} at temperature {temperature:g} without a cut"
-        )
+        said = f"kept_ids_counts are {counts.tolist()} at temperature {temperature:g} without a cut"
+        expect(not counts.any(), said)
         lab.check_logprobs(prompt, got, when=" without a cut")
     return f"draws by {', '.join(sorted(able)) or 'none'}"
 
@@ -163,9 +139,8 @@ def _check_mask(lab: RolloutLab, prompt: Ids, got: Completion, name: str) -> Non
     for at, token in enumerate(ids.tolist()):
         kept = np.asarray(got.columns["kept_ids"][ends[at] : ends[at + 1]])
         said = f"with {name}={value:g}, token {at} ({token}) has kept ids {kept.tolist()}"
-        expect(
-            token in kept.tolist() and len({*kept.tolist()}) == len(kept), f"{said}: not the drawn one, or one twice"
-        )
+        once = token in kept.tolist() and len({*kept.tolist()}) == len(kept)
+        expect(once, f"{said}: not the drawn one, or one twice")
         logprobs = lab.next_logprobs(np.concatenate([prompt, ids[:at]]))
         share, has = np.exp(logprobs), np.isin(np.arange(len(logprobs)), kept)
         last = share[_kept(share, name, value)].min()  # tokens as likely as the last one may replace each other
@@ -177,3 +152,16 @@ def _check_mask(lab: RolloutLab, prompt: Ids, got: Completion, name: str) -> Non
         apart.append(abs(float(got.logprobs[at]) - float(logprobs[token] - np.logaddexp.reduce(logprobs[kept]))))
     far = too_far(np.array(apart), allow)
     expect(not far, f"log-probs with {name}={value:g} are {far} from those of the policy over the kept ids")
+
+
+CHECKS = checks("rollout", {
+    stop_texts: ("full", ("greedy", "logprobs", "stops"),
+        "a response is cut before its end, or goes on after it: text that was not meant is scored and trained",
+        "abort a response once request.watch().found(all its tokens so far); keep the token that completes the text"),
+    restricted: ("full", ("logprobs", "draws"),
+        "log-probs are of a restricted distribution, which training does not compute: every ratio is wrong",
+        "capabilities.restrictions: leave out those whose draws have other log-probs in this engine"),
+    sampling_mask: ("full", ("restricted",),
+        "behaviour and training are over different tokens: every ratio is wrong, or the trainer refuses the rows",
+        "kept_ids are all ids with a chance in a draw, and log-probs are normalised over them"),
+})  # fmt: skip

@@ -1,5 +1,4 @@
-"""Checks of weights loaded while requests run: the version of each token, interruption,
-continuation."""
+"""Checks of weights loaded while requests run: the version of each token, interruption, continuation."""
 
 from __future__ import annotations
 
@@ -14,9 +13,9 @@ import numpy as np
 
 from ....errors import EngineError
 from ....interfaces import Completion, Request
+from ....types import VersionSpan
 from ....workflow.rollout.engine_gateway import EngineGateway
-from ..check import CheckFailed, check, expect, needs
-from ..diagnosis import diagnose_logprobs
+from ..check import CheckFailed, checks, expect, needs
 from .basic import check_apart
 from .lab import Ids, RolloutLab, first_tokens
 
@@ -29,12 +28,6 @@ ATTEMPTS, SHARE, WHOLE = 24, 0.25, 0.8
 """The fewest attempts to hit running responses. There are more until SHARE of the check's limit is over, and none after WHOLE of it."""
 
 
-@check(
-    "rollout", "full",
-    impact="the staleness of tokens is computed from wrong versions",
-    hint="the spans of a Completion: the version loaded at the draw of each token, not the newest published one",
-    after=("update",),
-)  # fmt: skip
 @needs(lambda lab: lab.engine.capabilities.token_versions, "it gives no versions of tokens")
 async def versions(lab: RolloutLab) -> None:
     """Spans name the loaded version, before and after an update."""
@@ -46,18 +39,11 @@ async def versions(lab: RolloutLab) -> None:
         await lab.update()
 
 
-@check(
-    "rollout", "full",
-    impact="tokens carry a wrong version, or are drawn with a KV cache of the version before",
-    hint="load_weights() while requests run: stop between two tokens, load, recompute the KV cache, continue; spans and log-probs follow",
-    after=("versions", "stale_cache"),
-)  # fmt: skip
 @needs(lambda lab: "in_flight" in lab.engine.capabilities.swap, "it takes no weights while requests run")
 async def update_in_flight(lab: RolloutLab) -> str:
-    """With weights loaded while requests run, each token's span and log-prob are of its own
-    version."""
+    """With weights loaded while requests run, each token's span and log-prob are of its own version."""
     prompts, mixed, moment = lab.policy.prompts(min(4, lab.rows), seed=28), 0, _Moment(lab)
-    while moment.try_again():
+    while mixed < 2 and moment.try_again():
         requests = [lab.request(p, temperature=1.0, max_tokens=moment.tokens, seed=1) for p in prompts]
         await moment.prepare(requests)
         old, new = lab.version, lab.version + 1
@@ -70,14 +56,9 @@ async def update_in_flight(lab: RolloutLab) -> str:
             versions = {span.version for span in got.spans}
             mixed, seen = mixed + (len(versions) > 1), seen | versions
             _check_mixed(lab, prompt, got, old, new)
-        if mixed >= 2:
-            break
         moment.learn(hit=mixed > before, too_early=seen == {new}, too_late=seen == {old})
-    expect(
-        mixed,
-        f"in {moment.attempts} updates while requests ran, no response got tokens of both versions: the engine waits"
-        " for their end",
-    )
+    said = f"in {moment.attempts} updates while requests ran, no response got tokens of both versions"
+    expect(mixed, f"{said}: the engine waits for their end")
     return moment.told()
 
 
@@ -131,32 +112,23 @@ class _Moment:
 
 
 def _check_mixed(lab: RolloutLab, prompt: Ids, got: Completion, old: int, new: int) -> None:
-    ids = np.asarray(got.token_ids, np.int32)
-    for version, start, end in got.spans:
+    for span in got.spans:
+        version, start, end = span
         expect(version in (old, new), f"a span names version {version}; {old} and {new} were held")
-        far = lab.off(version, prompt, got, start, end)
-        if not far:
-            continue
-        before, have = np.concatenate([prompt, ids[:start]]), np.asarray(got.logprobs, np.float64)[start:end]
-        found = diagnose_logprobs(lab.policy, version, before, ids[start:end], have, 1.0, lab.tolerance)
-        why = "drawn after it came: what was read before is not read anew by it (old keys and values)"
-        raise CheckFailed(
-            f"tokens {start} to {end} are said to be of version {version}, and their log-probs are {far}"
-            f" from its; they are {why if start else 'the first, before or after it came'}",
-            found.or_else(
-                "load_weights: running requests keep keys and values of the old weights"
-                if start
-                else "versions: spans name another version than the one that drew the tokens"
-            ),
-        )
+        if far := lab.off(prompt, got, span):
+            why, cause = (
+                "the first, before or after it came",
+                "versions: spans name another version than the one that drew the tokens",
+            )
+            if start:
+                why = "drawn after it came: what was read before is not read anew by it (old keys and values)"
+                cause = "load_weights: running requests keep keys and values of the old weights"
+            said = (
+                f"tokens {start} to {end} are said to be of version {version}, and their log-probs are {far} from its"
+            )
+            raise CheckFailed(f"{said}; they are {why}", lab.why(prompt, got, span).or_else(cause))
 
 
-@check(
-    "rollout", "full",
-    impact="requests during a load are answered from a mixture of two versions under the number of one",
-    hint="load_weights(): new requests wait for the end of the load, or use only the old weights and cache nothing",
-    after=("versions", "stale_cache"),
-)  # fmt: skip
 async def during_load(lab: RolloutLab) -> str:
     """Requests begun during a load are answered by the old version, the new one, or both as their
     spans say. Engines that load in flight refuse none of them; others may."""
@@ -226,16 +198,17 @@ async def _ask_during(
 
 def _check_either(lab: RolloutLab, prompt: Ids, got: Completion, old: int, new: int) -> None:
     """Verify a response against one of two versions, or each part against its span."""
-    for version, start, end in got.spans:
+    for span in got.spans:
+        version, start, end = span
         expect(version in (old, new), f"a span names version {version}; {old} and {new} were held")
-        far = lab.off(version, prompt, got, start, end)
+        far = lab.off(prompt, got, span)
         expect(
             not far,
             f"of a response that began while version {new} came, tokens {start} to {end} are said to be of version"
             f" {version}, and their log-probs are {far} from its: they come from a mixture, or from the other one",
             MIXTURE,
         )
-    far_old, far_new = (lab.off(version, prompt, got, 0, len(got.token_ids)) for version in (old, new))
+    far_old, far_new = (lab.off(prompt, got, VersionSpan(each, 0, len(got.token_ids))) for each in (old, new))
     expect(
         got.spans or not (far_old and far_new),
         f"the log-probs of a response that began while version {new} came are {far_old} from those of version"
@@ -244,17 +217,14 @@ def _check_either(lab: RolloutLab, prompt: Ids, got: Completion, old: int, new: 
     )
 
 
-@check(
-    "rollout", "full",
-    impact="tokens generated before a swap are lost, or continue as another response",
-    hint="interrupt(): end running requests with their tokens and finish_reason aborted; `drawn` of the continued request",
-    after=("company", "logprobs"),
-)  # fmt: skip
-@needs(lambda lab: "partial" in lab.engine.capabilities.swap, "it cannot be interrupted")
+_can_be_interrupted = needs(lambda lab: "partial" in lab.engine.capabilities.swap, "it cannot be interrupted")
+
+
+@_can_be_interrupted
 async def interrupted(lab: RolloutLab) -> str:
     """Interrupted responses return with their tokens, and continue from there."""
     prompts, cut, empty, moment = lab.policy.prompts(min(4, lab.rows), seed=29), 0, 0, _Moment(lab)
-    while moment.try_again():
+    while cut < 2 and moment.try_again():
         tokens = moment.tokens
         requests = [lab.request(p, max_tokens=tokens) for p in prompts]
         await moment.prepare(requests)
@@ -265,23 +235,19 @@ async def interrupted(lab: RolloutLab) -> str:
         rests, lengths, before = [], [], cut
         for prompt, (got,) in zip(prompts, await asyncio.gather(*running), strict=True):
             have, aborted = np.asarray(got.token_ids, np.int32), got.finish_reason == "aborted"
-            wanted = lab.policy.greedy(lab.version, prompt, tokens)
-            lab.check_response(
-                prompt, got, wanted[: len(have)] if aborted else wanted, when=" of an interrupted response"
-            )
-            lengths.append(len(have))
-            if not aborted or len(have) == tokens:
+            wanted, count = lab.policy.greedy(lab.version, prompt, tokens), len(have)
+            begun = wanted[:count] if aborted else wanted
+            lab.check_response(prompt, got, begun, when=" of an interrupted response")
+            lengths.append(count)
+            if not aborted or count == tokens:
                 continue
-            cut, empty = cut + (len(have) > 0), empty + (len(have) == 0)
-            so_far, left = np.concatenate([prompt, have]), tokens - len(have)
-            following = wanted[len(have) :]
-            if not np.array_equal(have, wanted[: len(have)]):  # a tie: it drew other, equally likely tokens
-                following = lab.policy.greedy(lab.version, so_far, left)
-            rests.append((lab.request(so_far, max_tokens=left, drawn=len(have)), following))
+            cut, empty = cut + (count > 0), empty + (count == 0)
+            so_far, following = np.concatenate([prompt, have]), wanted[count:]
+            if not np.array_equal(have, begun):  # a tie: it drew other, equally likely tokens
+                following = lab.policy.greedy(lab.version, so_far, tokens - count)
+            rests.append((lab.request(so_far, max_tokens=tokens - count, drawn=count), following))
         for (rest, wanted), (more,) in zip(rests, await lab.answers([rest for rest, _ in rests]), strict=True):
             lab.check_response(rest.prompt_ids, more, wanted, when=" of a response that goes on")
-        if cut >= 2:
-            break
         moment.learn(hit=cut > before, too_early=not any(lengths), too_late=not rests)
     times = f"in {moment.attempts} interruptions"
     expect(cut or empty, f"{times} every response ran to its end: interrupt() does not end what runs")
@@ -289,22 +255,12 @@ async def interrupted(lab: RolloutLab) -> str:
     return moment.told()
 
 
-@check(
-    "rollout", "full",
-    impact="interrupted responses go on with random numbers used before: the responses of a group become alike",
-    hint="seeds in generate(): response i of a request has number `first` + i, and its tokens are counted from `drawn`",
-    after=("draws", "interrupted"),
-)  # fmt: skip
-@needs(lambda lab: "partial" in lab.engine.capabilities.swap, "it cannot be interrupted")
+@_can_be_interrupted
 async def continued(lab: RolloutLab) -> None:
     """Continued responses draw by other random numbers than at their begin, and than each other."""
     (prompt,) = lab.policy.prompts(1, seed=36)
-    asked: list[tuple[Ids, dict[str, int]]] = [
-        (prompt, {}),
-        (prompt, {"first": 1}),
-        (np.append(prompt, prompt[:1]), {"drawn": 1}),
-    ]
-    hot = HOT
+    longer, hot = np.append(prompt, prompt[:1]), HOT
+    asked: list[tuple[Ids, dict[str, int]]] = [(prompt, {}), (prompt, {"first": 1}), (longer, {"drawn": 1})]
     try:
         await lab.draw(prompt, 1, temperature=HOT, seed=0)
     except (CheckFailed, EngineError):
@@ -320,12 +276,6 @@ async def continued(lab: RolloutLab) -> None:
         check_apart(f"responses of one seed with {said}", drawn[one] == drawn[other], alike)
 
 
-@check(
-    "rollout", "full",
-    impact="a value of a further column is taken for that of another token, or the worker refuses every response",
-    hint="RolloutEngine.gives, and Completion.columns: also of aborted responses, without tokens of the prompt",
-    after=("completions", "interrupted"),
-)  # fmt: skip
 @needs(lambda lab: lab.engine.gives or lab.engine.capabilities.sampling_mask, "it gives no further columns")
 async def further_columns(lab: RolloutLab) -> str:
     """Further columns fit the tokens of each response: whole, cut at a stop text, and interrupted by
@@ -361,3 +311,26 @@ async def further_columns(lab: RolloutLab) -> str:
         await asyncio.gather(*running)
         moment.learn(hit=joined > 0, too_early=False, too_late=not joined)
     return f"{', '.join(sorted(gateway.columns.specs))}; {joined} responses were interrupted and continued"
+
+
+CHECKS = checks("rollout", {
+    versions: ("full", ("update",), "the staleness of tokens is computed from wrong versions",
+        "the spans of a Completion: the version loaded at the draw of each token, not the newest published one"),
+    update_in_flight: ("full", ("versions", "stale_cache"),
+        "tokens carry a wrong version, or are drawn with a KV cache of the version before",
+        "load_weights() while requests run: stop between two tokens, load, recompute the KV cache, continue; spans "
+        "and log-probs follow"),
+    during_load: ("full", ("versions", "stale_cache"),
+        "requests during a load are answered from a mixture of two versions under the number of one",
+        "load_weights(): new requests wait for the end of the load, or use only the old weights and cache nothing"),
+    interrupted: ("full", ("company", "logprobs"),
+        "tokens generated before a swap are lost, or continue as another response", "interrupt(): end running "
+        "requests with their tokens and finish_reason aborted; `drawn` of the continued request"),
+    continued: ("full", ("draws", "interrupted"),
+        "interrupted responses go on with random numbers used before: the responses of a group become alike",
+        "seeds in generate(): response i of a request has number `first` + i, and its tokens are counted from "
+        "`drawn`"),
+    further_columns: ("full", ("completions", "interrupted"),
+        "a value of a further column is taken for that of another token, or the worker refuses every response",
+        "RolloutEngine.gives, and Completion.columns: also of aborted responses, without tokens of the prompt"),
+})  # fmt: skip

@@ -1,5 +1,4 @@
-"""RolloutWorld: a rollout engine, its running requests and the permitted answers; each step is
-logged."""
+"""RolloutWorld: a rollout engine, its running requests and the permitted answers; each step is logged."""
 
 from __future__ import annotations
 
@@ -18,8 +17,6 @@ from ....interfaces import Completion, Request
 from ....types import VersionSpan
 from ....weights import check_held
 from ..check import CheckFailed, expect
-from ..diagnosis import diagnose_logprobs
-from ..precision import too_far
 from .lab import Ids, RolloutLab
 
 HELD_S = 10.0
@@ -27,7 +24,7 @@ HELD_S = 10.0
 
 @dataclass(eq=False)
 class Part:
-    """One request to the engine. ``had``: tokens of the response drawn before, by interrupted
+    """One request to the engine. ``had``: the number of tokens of the response drawn before, by interrupted
     requests."""
 
     request: Request
@@ -38,8 +35,7 @@ class Part:
 
 @dataclass(eq=False)
 class Generation:
-    """The requests of one step. ``versions``: loaded since its start. ``may_fail``: True after a
-    torn load."""
+    """The requests of one step. ``versions``: loaded since its start. ``may_fail``: True after a torn load."""
 
     number: int
     prompt: Ids
@@ -76,6 +72,10 @@ class RolloutWorld:
         """The number of running responses."""
         return sum(each.rows for each in self.running)
 
+    def has_room(self) -> bool:
+        """Return True if two more rows fit."""
+        return self.rows + 2 <= max(self.lab.rows, 2)
+
     # ---- the steps
 
     def try_out(self) -> None:
@@ -85,7 +85,7 @@ class RolloutWorld:
     def begin(self, prompt: int, rows: int, tokens: int, greedy: bool) -> None:
         """Begin a generation."""
         self.begun += 1
-        ids = self._prompts[prompt]
+        ids, rows = self._prompts[prompt], min(rows, self.lab.rows)
         now = Generation(self.begun, ids, rows, {self.lab.version}, self.unsure)
         request = self._request(ids, tokens, rows, temperature=0.0 if greedy else 1.0, seed=self.begun)
         drawn = "greedy" if greedy else "drawn"
@@ -111,18 +111,23 @@ class RolloutWorld:
         now = self.running.pop(which % len(self.running))
         self._do(f"cancel #{now.number}", self._cancel(now))
 
-    def load(self, version: int) -> None:
-        """Load a version."""
-        self._do(f"load version {version}{self._how()}", self._load(version))
+    def load_next(self, older: bool) -> None:
+        """Load the next version, or the one before."""
+        self._load_version(max(self.lab.version + (-1 if older else 1), 0))
+
+    def _load_version(self, version: int) -> None:
+        swap, how = self.lab.engine.capabilities.swap, ""
+        if self.running:
+            how = ", interrupting what runs" if "partial" in swap else ", when what runs has ended"
+            how = ", while requests run" if "in_flight" in swap else how
+        self._do(f"load version {version}{how}", self._load(version))
 
     def load_torn(self, share: float) -> None:
         """Break off the load of the next version."""
         version, count = self.lab.version + 1, len(self.lab.policy.tensors(self.lab.version))
         breaks = min(int(share * count), count - 1)
-        self._do(
-            f"load version {version}, which breaks off before tensor {breaks} of {count}",
-            self._load_torn(version, breaks),
-        )
+        text = f"load version {version}, which breaks off before tensor {breaks} of {count}"
+        self._do(text, self._load_torn(version, breaks))
 
     def interrupt(self) -> None:
         """Interrupt all, and continue."""
@@ -149,7 +154,7 @@ class RolloutWorld:
         self._do("finish all", self._finish_all())
         self.running = []
         if back and (self.lab.version or self.unsure):
-            self.load(0)
+            self._load_version(0)
         self._go.set()
 
     # ---- what they do
@@ -160,8 +165,7 @@ class RolloutWorld:
         self._go.set()
         self._go = go = threading.Event()
 
-        async def step() -> None:
-            """Work, then hold the loop until the next step."""
+        async def _step() -> None:
             try:
                 await work
             finally:
@@ -170,15 +174,7 @@ class RolloutWorld:
                 loop = asyncio.get_running_loop()
                 loop.call_soon(loop.call_soon, go.wait, HELD_S)
 
-        self.lab.call(step(), f"step {len(self.steps)}, {what},")
-
-    def _how(self) -> str:
-        swap = self.lab.engine.capabilities.swap
-        if not self.running:
-            return ""
-        if "in_flight" in swap:
-            return ", while requests run"
-        return ", interrupting what runs" if "partial" in swap else ", when what runs has ended"
+        self.lab.call(_step(), f"step {len(self.steps)}, {what},")
 
     def _request(self, prompt: Ids, tokens: int, rows: int = 1, **more: Any) -> Request:
         return self.lab.request(prompt, rows, max_tokens=tokens, **more)
@@ -205,7 +201,7 @@ class RolloutWorld:
                 expect(now.may_fail, f"#{now.number} raised EngineError: {error}")
                 continue
             for completion in completions:
-                self._look(now, part, completion)
+                self._verify(now, part, completion)
                 got.append((part, completion))
         return got
 
@@ -216,31 +212,21 @@ class RolloutWorld:
     async def _cancel(self, now: Generation) -> None:
         for part in now.parts:
             part.task.cancel()
+        fine = (asyncio.CancelledError, list, *([EngineError] if now.may_fail else []))
         for ended in await asyncio.gather(*(part.task for part in now.parts), return_exceptions=True):
-            fine = isinstance(ended, (asyncio.CancelledError, list)) or (
-                now.may_fail and isinstance(ended, EngineError)
-            )
-            expect(fine, f"#{now.number}, which was cancelled, raised {ended!r}")
+            expect(isinstance(ended, fine), f"#{now.number}, which was cancelled, raised {ended!r}")
 
     async def _load(self, version: int) -> None:
         swap = self.lab.engine.capabilities.swap
-        if "in_flight" in swap:
-            for now in self.running:
-                now.versions.add(version)
-            await self.lab.update(version)
-        elif "partial" in swap:
-            rests = await self._stop()
-            await self._load_idle(version)
-            await self._go_on(rests)
-        else:
+        rests: list[tuple[Generation, Request, int]] = []
+        if "in_flight" not in swap:
+            rests = await self._stop() if "partial" in swap else []
             await self._finish_all()
-            await self._load_idle(version)
-        self.unsure = False
-
-    async def _load_idle(self, version: int) -> None:
         for now in self.running:
-            now.versions = {version}
+            now.versions = now.versions | {version} if "in_flight" in swap else {version}
         await self.lab.update(version)
+        await self._go_on(rests)
+        self.unsure = False
 
     async def _load_torn(self, version: int, breaks_after: int) -> None:
         if "in_flight" not in self.lab.engine.capabilities.swap:
@@ -253,7 +239,7 @@ class RolloutWorld:
         except Exception:
             self.unsure = True
         else:
-            expect(False, "load_weights() returned, as if all was well, when the version broke off")
+            raise CheckFailed("load_weights() returned, as if all was well, when the version broke off")
         finally:
             self.lab.version = held
 
@@ -262,26 +248,20 @@ class RolloutWorld:
 
     async def _stop(self) -> list[tuple[Generation, Request, int]]:
         """Interrupt all; return the requests for the rest."""
-        for now in self.running:
-            for part in now.parts:
-                part.may_abort = True
+        for part in (part for now in self.running for part in now.parts):
+            part.may_abort = True
         await self.lab.engine.interrupt()
         rests = []
         for now in self.running:
             for part, got in await self._finish(now):
-                left = part.request.sampling.max_tokens - len(got.token_ids)
+                asked, sampling = part.request, part.request.sampling
+                left = sampling.max_tokens - len(got.token_ids)
                 if got.finish_reason != "aborted" or not left:
                     continue
-                so_far = np.concatenate([part.request.prompt_ids, np.asarray(got.token_ids, np.int32)])
-                had, sampling = part.had + len(got.token_ids), part.request.sampling
-                seed, first = part.request.seed, part.request.first + got.index
-                more: dict[str, Any] = {
-                    "temperature": sampling.temperature,
-                    "seed": seed,
-                    "drawn": had,
-                    "first": first,
-                }
-                rests.append((now, self._request(so_far, left, **more), had))
+                so_far = np.concatenate([asked.prompt_ids, np.asarray(got.token_ids, np.int32)])
+                had, first = part.had + len(got.token_ids), asked.first + got.index
+                more: dict[str, Any] = {"temperature": sampling.temperature, "seed": asked.seed}
+                rests.append((now, self._request(so_far, left, drawn=had, first=first, **more), had))
         return rests
 
     async def _go_on(self, rests: list[tuple[Generation, Request, int]]) -> None:
@@ -313,53 +293,42 @@ class RolloutWorld:
         if tasks:
             self.lab.doing = "waiting for what ran when the engine was closed"
             await asyncio.wait(tasks)
-            for task in tasks:
-                error = None if task.cancelled() else task.exception()
-                expect(
-                    error is None or isinstance(error, EngineError), f"what ran when it was closed raised {error!r}"
-                )
+        for task in tasks:
+            error = None if task.cancelled() else task.exception()
+            fine = error is None or isinstance(error, EngineError)
+            expect(fine, f"what ran when it was closed raised {error!r}")
 
     # ---- what an answer may be
 
-    def _look(self, now: Generation, part: Part, got: Completion) -> None:
+    def _verify(self, now: Generation, part: Part, got: Completion) -> None:
         """Verify each token by its span's version and its predecessors."""
-        ids, name = np.asarray(got.token_ids, np.int32), f"#{now.number}"
+        count, name, most = len(got.token_ids), f"#{now.number}", part.request.sampling.max_tokens
         expect(part.may_abort or got.finish_reason != "aborted", f"{name} was aborted, and nobody interrupted it")
-        most = part.request.sampling.max_tokens
-        expect(
-            got.finish_reason != "length" or len(ids) == most,
-            f"{name} ended for its length at {len(ids)} of {most} tokens",
-        )
-        spans = got.spans or [VersionSpan(max(now.versions), 0, len(ids))]
-        for version, start, end in spans if len(ids) else ():
-            held = " and ".join(map(str, sorted(now.versions)))
-            expect(version in now.versions, f"a span of {name} names version {version}; held meanwhile was {held}")
-            before = np.concatenate([part.request.prompt_ids, ids[:start]])
-            self._look_at(now, part, got, before, version, start, end)
+        full = got.finish_reason != "length" or count == most
+        expect(full, f"{name} ended for its length at {count} of {most} tokens")
+        held = " and ".join(map(str, sorted(now.versions)))
+        spans = got.spans or [VersionSpan(max(now.versions), 0, count)]
+        for span in spans if count else ():
+            named = span.version in now.versions
+            expect(named, f"a span of {name} names version {span.version}; held meanwhile was {held}")
+            self._verify_span(now, part, got, span)
 
-    def _look_at(
-        self, now: Generation, part: Part, got: Completion, before: Ids, version: int, start: int, end: int
-    ) -> None:
-        policy, tolerance = self.lab.policy, self.lab.tolerance
-        ids = np.asarray(got.token_ids, np.int32)[start:end]
+    def _verify_span(self, now: Generation, part: Part, got: Completion, span: VersionSpan) -> None:
+        policy, (version, start, end) = self.lab.policy, span
+        ids, prompt = np.asarray(got.token_ids, np.int32), part.request.prompt_ids
+        before, drawn = np.concatenate([prompt, ids[:start]]), ids[start:end]
         if part.request.sampling.temperature == 0:
-            wanted, at = policy.greedy(version, before, len(ids)), part.had + start
-            again = policy.greedy(version, now.prompt, at + len(ids))[
+            wanted, at = policy.greedy(version, before, len(drawn)), part.had + start
+            again = policy.greedy(version, now.prompt, at + len(drawn))[
                 at:
             ]  # of a policy that is no function of the tokens
+            right = np.array_equal(drawn, wanted) or np.array_equal(drawn, again)
             expect(
-                np.array_equal(ids, wanted) or np.array_equal(ids, again) or self.lab.is_greedy(before, ids, version),
-                f"tokens {start} to {end} of #{now.number} are {ids.tolist()}, and version {version} gives"
+                right or self.lab.is_greedy(before, drawn, version),
+                f"tokens {start} to {end} of #{now.number} are {drawn.tolist()}, and version {version} gives"
                 f" {wanted.tolist()}",
             )
-        have = np.asarray(got.logprobs, np.float64)[start:end]
-        apart = np.abs(have - policy.logprobs(version, before, ids))
-        far = too_far(apart, tolerance)
-        if far:
-            found = diagnose_logprobs(policy, version, before, ids, have, 1.0, tolerance)
-            raise CheckFailed(
-                f"log-probs of tokens {start} to {end} of #{now.number} are {far} from those of version"
-                f" {version}{found.text}",
-                found.cause,
-                found.hint,
-            )
+        if far := self.lab.off(prompt, got, span):
+            found = self.lab.why(prompt, got, span)
+            said = f"log-probs of tokens {start} to {end} of #{now.number} are {far} from those of version {version}"
+            raise CheckFailed(f"{said}{found.text}", found.cause, found.hint)

@@ -15,7 +15,7 @@ from ....types import Checkpoint, Ragged, Sampling
 from ....types import events as ev
 from ....workflow import Rollout, Train, Workflow, read_steps
 from .. import functions
-from ..check import NotAsked, check, expect
+from ..check import NotAsked, checks, expect
 from .lab import TrainLab
 
 STEPS, GROUPS, SIZE = 12, 4, 4
@@ -39,15 +39,8 @@ class _Killer:
             self.pid = 0
 
 
-@check(
-    "train", "chaos",
-    impact="after a crash the run trains rows twice or never, or does not go on at all",
-    hint="save() and load() across processes: synced files, and no state of the dead process in load()",
-    after=("resume", "save_is_whole"),
-)  # fmt: skip
 def killed(lab: TrainLab) -> None:
-    """A run with a trainer killed twice, before its first checkpoint and after, trains every prompt
-    once."""
+    """A run with a trainer killed twice, before its first checkpoint and after, trains every prompt once."""
     path = import_path(lab.make)
     if path is None:
         raise NotAsked("its factory is not in a module that a worker could import")
@@ -60,8 +53,11 @@ def killed(lab: TrainLab) -> None:
         rollout=Rollout(engine, group_size=SIZE, prompt="prompt_ids", sampling=Sampling(max_tokens=24), **options),
         reward=functions.odd,
         train=Train(path, model=lab.policy.folder, max_restarts=len(KILLED_AT) + 1, **lab.options),
-        batch_size=GROUPS * SIZE, steps=STEPS, checkpoint=Checkpoint(every=4), seed=0,
-    )  # fmt: skip
+        batch_size=GROUPS * SIZE,
+        steps=STEPS,
+        checkpoint=Checkpoint(every=4),
+        seed=0,
+    )
     killer = _Killer(KILLED_AT)
     with lab.folder() as folder:
         summary = flow.run(folder / "run", on_event=killer).summary
@@ -81,3 +77,10 @@ def killed(lab: TrainLab) -> None:
     odd = {prompt: count for prompt, count in times.items() if count != SIZE}
     expect(not odd and len(times) == len(chosen), f"prompts were trained another number of times than {SIZE}: {odd}")
     expect(summary["balanced"] and not summary["rows_live"], f"the books do not balance: {summary['rows']}")
+
+
+CHECKS = checks("train", {
+    killed: ("chaos", ("resume", "save_is_whole"),
+        "after a crash the run trains rows twice or never, or does not go on at all",
+        "save() and load() across processes: synced files, and no state of the dead process in load()"),
+})  # fmt: skip

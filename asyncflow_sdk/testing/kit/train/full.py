@@ -1,127 +1,86 @@
-"""Checks for long runs of a train engine: padding, masks, old rows, resumes, memory."""
+"""Checks for long runs of a train engine: padding, masks, old rows, resumes, memory, bfloat16."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import inspect
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ....algorithms import GRPO
+from ....errors import ConfigError
 from ....interfaces import Algorithm, PackedTokens
 from ....types import Batch, Ragged
-from ..check import CheckFailed, DoesNotApply, check, expect, needs
-from ..resources import Growth, Held
+from ..check import CheckFailed, DoesNotApply, checks, expect, needs
+from ..resources import Growth
 from ..updates import HeldUpdate
-from .basic import SEEN, train_until_seen
-from .lab import NOTHING, TrainLab, changed, copied, masked, plain, unlike
+from .basic import SEEN, learns, names, train_until_seen
+from .lab import NOTHING, Tensors, TrainLab, changed, masked, plain, random_mask, unlike
 
 LOW, HIGH, WITHIN, FAR = 0.01, 3.0, 0.8, 3.0
 """A clip_low and a clip_high; a log-ratio between the two, and one beyond both."""
-_learns = needs(lambda lab: lab.policy.learns, "this policy does not learn")
-_grpo = needs(
-    lambda lab: isinstance(lab.options["algorithm"], GRPO),
-    "it is not GRPO that it trains by here",
-)
+STEPS, WAY = 24, (2.0, 6.0)
+"""Small steps in bfloat16, and the way of all of them in half roundings, at the median weight by
+contribution: visible when rounded once, and too short to be visible in a single step."""
+KEPT = 0.5
+"""The part of the way needed. Steps rounded one by one keep about 0.1; rounded once, 0.9 and more."""
+_BITS = 8
+_grpo = needs(lambda lab: isinstance(lab.options["algorithm"], GRPO), "it is not GRPO that it trains by here")
 
 
-@check(
-    "train", "full",
-    impact="log-probs sent as the present policy's are of an older one, in proofs of weights, too",
-    hint="caches, an inference copy of the model, gathered parameters from before the step",
-    after=("logprobs", "step"),
-)  # fmt: skip
 def fresh_logprobs(lab: TrainLab) -> None:
     """After a step logprobs() are of the weights in named_weights()."""
     batch = lab.batch((3, 4), seed=2)
     lab.fresh()
     for number in range(3):
-        tensors = lab.tensors()
-        lab.check_logprobs(batch, tensors, when=f" after {number} steps")
+        lab.check_logprobs(batch, lab.tensors(), when=f" after {number} steps")
         lab.step(batch)
     lab.check_logprobs(batch, lab.tensors(), when=" after 3 steps")
 
 
-@check(
-    "train", "full",
-    impact="training depends on the order of rows: groups are mixed up, or micro-batches weigh unequally",
-    hint="rows of a group lie anywhere in a batch (batch.groups); a mean of the means of micro-batches is not the mean",
-    after=("step",),
-)  # fmt: skip
 def row_order(lab: TrainLab) -> None:
     """The rows of a batch in another order make the same step."""
     batch = lab.batch((4, 2, 5, 3), seed=3, longest=48)
     order = np.random.default_rng(0).permutation(batch.rows)
-    straight = lab.trained(batch)
-    lab.end()
-    lab.expect_same(straight, lab.trained(batch.take(order)), "the same rows in another order")
+    lab.expect_same(lab.trained(batch), lab.trained(batch.take(order)), "the same rows in another order")
 
 
-@check(
-    "train", "full",
-    impact="the effect of a row depends on the lengths of others: noise grows with the spread of lengths",
-    hint="padding in the loss, in its mean, in attention and positions; tokens behind the last trained one",
-    after=("step",),
-)  # fmt: skip
 def companions(lab: TrainLab) -> None:
     """The effect of a batch does not depend on tokens after the last trained token of a row."""
-    short, lengths = lab.batch((4, 2), seed=4, longest=9), None
+    short = lab.batch((4, 2), seed=4, longest=9)
     lengths = short.ragged("response_ids").lengths
-    every = np.ones(int(lengths.sum()), np.bool_)
-    wanted = lab.trained(masked(short, every))
-    tail = np.resize(np.concatenate(lab.policy.prompts(4, seed=45)), min(96, lab.policy.context // 3)).astype(
-        np.int32
-    )
+    wanted = lab.trained(masked(short, np.ones(int(lengths.sum()), np.bool_)))
+    tail = np.resize(np.concatenate(lab.policy.prompts(4, seed=45)), min(96, lab.policy.context // 3))
     responses = list(short.ragged("response_ids"))
-    responses[4] = np.concatenate([responses[4], tail])
-    rewards = short.array("reward").tolist()
-    long = lab.batch((4, 2), seed=4, responses=responses, rewards=rewards)
+    responses[4] = np.concatenate([responses[4], tail]).astype(np.int32)
+    long = lab.batch((4, 2), seed=4, responses=responses, rewards=short.array("reward").tolist())
     trains = [np.arange(len(row)) < n for row, n in zip(responses, lengths, strict=True)]
-    lab.end()
-    lab.expect_same(
-        wanted, lab.trained(masked(long, np.concatenate(trains))),
-        f"one of 6 rows is followed by {len(tail)} tokens that loss_mask leaves out",
-    )  # fmt: skip
+    said = f"one of 6 rows is followed by {len(tail)} tokens that loss_mask leaves out"
+    lab.expect_same(wanted, lab.trained(masked(long, np.concatenate(trains))), said)
 
 
-@check(
-    "train", "full",
-    impact="the policy learns to write the answers of tools and environments",
-    hint="the column loss_mask: masked tokens are read, and are in no loss, no mean and no ratio",
-    after=("step",),
-)  # fmt: skip
-@_learns
+@learns
 def loss_mask(lab: TrainLab) -> None:
     """Tokens excluded by loss_mask are not trained, whatever their log-probs."""
     batch = lab.batch((4, 3), seed=5)
     behaviour = batch.ragged("logprobs")
-    ends = behaviour.offsets[1:] - 1
-    mask = np.random.default_rng(5).random(len(behaviour.values)) < 0.5
-    mask[ends] = True
+    mask = random_mask(batch, 5, 0.5)
     part = masked(batch, mask)
-    other = Ragged(np.where(mask, behaviour.values, 0.0).astype(np.float32), behaviour.offsets)
-    wanted = lab.trained(part)
-    lab.end()
-    lab.expect_same(
-        wanted, lab.trained(changed(part, logprobs=other)), "tokens that are left out, with log-probs of 0"
-    )
-    lab.end()
-    try:
+    zeros = Ragged(np.where(mask, behaviour.values, 0.0).astype(np.float32), behaviour.offsets)
+    wanted, other = lab.trained(part), lab.trained(changed(part, logprobs=zeros))
+    lab.expect_same(wanted, other, "tokens that are left out, with log-probs of 0")
+    with contextlib.suppress(CheckFailed):
         lab.expect_same(wanted, lab.trained(batch), "")
-    except CheckFailed:
-        return
-    raise CheckFailed("a batch half of whose tokens loss_mask leaves out is trained as if all were to be")
+        wanted = {}
+    expect(wanted, "a batch half of whose tokens loss_mask leaves out is trained as if all were to be")
 
 
-@check(
-    "train", "full",
-    impact="rows of older weights are trained as if the present ones had drawn them: the run drifts, the more the staler they are",
-    hint="the column logprobs is the denominator of the ratio; log-probs computed anew before the step are not",
-    after=("step",),
-)  # fmt: skip
-@_learns
+@learns
 @_grpo
 def off_policy(lab: TrainLab) -> None:
     """The ratio is to the log-probs in the rows: a token beyond clip_low or clip_high is not
@@ -131,53 +90,44 @@ def off_policy(lab: TrainLab) -> None:
     rewarded = np.repeat(batch.array("reward") > 0, behaviour.lengths)
     normal = lab.stride(batch)
 
-    def went(up: float, down: float, clip_high: float = HIGH) -> float:
-        """The part of a step on policy that is done with these log-ratios, of rewarded tokens and of others."""
+    def _went(up: float, down: float, clip_high: float = HIGH) -> float:
+        """The part of a step on policy done with these log-ratios, of rewarded tokens and of others."""
         logprobs = (behaviour.values - np.where(rewarded, up, down)).astype(np.float32)
         shifted = changed(batch, logprobs=Ragged(logprobs, behaviour.offsets))
         return lab.moved(lab.trained(shifted, algorithm=GRPO(clip_low=LOW, clip_high=clip_high))) / normal
 
     # more likely than they were and rewarded, or less likely and not: the policy has gone there already
     below = -max(WITHIN, 1.1 * lab.tolerance)
-    clipped = went(FAR, below)
+    clipped = _went(FAR, below)
     if clipped > NOTHING:
-        lower = went(FAR, below, clip_high=LOW) <= NOTHING
-        cause = "loss: the lower bound of the clip uses clip_high" if lower else ""
+        lower = _went(FAR, below, clip_high=LOW) <= NOTHING
         raise CheckFailed(
             "rows whose ratio to their own log-probs is far beyond the clip range moved the weights by"
             f" {clipped:.2g} of what the same rows do when they are on policy"
             f"{': the lower bound uses clip_high, not clip_low' if lower else ''}",
-            cause,
+            "loss: the lower bound of the clip uses clip_high" if lower else "",
         )
     expect(
-        went(WITHIN, -FAR) > NOTHING,
+        _went(WITHIN, -FAR) > NOTHING,
         f"with clip_low={LOW:g} and clip_high={HIGH:g} rewarded tokens with a ratio of {np.exp(WITHIN):.2g} are not"
         " trained: the upper bound of the clip uses clip_low, not clip_high",
         "loss: the upper bound of the clip uses clip_low",
     )
     expect(
-        went(-FAR, FAR) > NOTHING,
+        _went(-FAR, FAR) > NOTHING,
         "rewarded tokens that have become less likely, and others that have become likelier, are not trained: the loss"
         " clips on both sides, and not only where the policy has gone already",
         "loss: the clip is applied on both sides",
     )
 
 
-@check(
-    "train", "full",
-    impact="long responses count for more or less than the algorithm says",
-    hint="the mean of the loss: over all trained tokens of the step, not by row",
-    after=("loss_mask",),
-)  # fmt: skip
-@_learns
+@learns
 @_grpo
 def token_mean(lab: TrainLab) -> None:
-    """Under GRPO every token of a step weighs the same: a row counts like two with half of its
-    tokens each."""
+    """Under GRPO every token of a step weighs the same: a row counts like two with half of its tokens each."""
     algorithm = dataclasses.replace(lab.options["algorithm"], normalize_std=False)
     stream = np.concatenate(lab.policy.prompts(8, longest=24, seed=46))
-    lengths = (6, 9, 4, 12, 2, 3, 1, 2)
-    batch = lab.batch((4, 4), seed=7, responses=[np.roll(stream, -n)[:n] for n in lengths])
+    batch = lab.batch((4, 4), seed=7, responses=[np.roll(stream, -n)[:n] for n in (6, 9, 4, 12, 2, 3, 1, 2)])
     twice = batch.take(np.concatenate([np.arange(4), np.arange(batch.rows)]))
     row = np.repeat(np.arange(twice.rows), twice.ragged("response_ids").lengths)
     first = np.concatenate([np.arange(n) < n // 2 for n in twice.ragged("response_ids").lengths])
@@ -187,18 +137,11 @@ def token_mean(lab: TrainLab) -> None:
     lab.expect_same(whole, lab.trained(masked(twice, trains), algorithm=algorithm), "rows in halves")
 
 
-@check(
-    "train", "full",
-    impact="a user's own algorithm is asked for and ignored: the run trains by another, and says nothing",
-    hint="the factory's `algorithm`: call its advantages() and loss(), or raise ConfigError for an unsupported one",
-    after=("direction",),
-)  # fmt: skip
-@_learns
+@learns
 def algorithm(lab: TrainLab) -> None:
     """An algorithm unknown to the engine is applied exactly, to each token, or refused."""
     batch = lab.batch((4, 3), seed=8)
-    mask = np.random.default_rng(8).random(len(batch.ragged("logprobs").values)) < 0.7
-    mask[batch.ragged("logprobs").offsets[1:] - 1] = True
+    mask = random_mask(batch, 8, 0.7)
     batch, asked = changed(masked(batch, mask), weight=np.linspace(1, 2, batch.rows)), Opposite()
     weights = np.where(mask, asked.advantages(batch).values, 0.0)
     try:
@@ -214,7 +157,7 @@ def algorithm(lab: TrainLab) -> None:
         f" {gain:+.2g} worth: it trains by something else",
     )
     if asked.given:  # in this process: look at what it was asked
-        _packed(lab, batch, mask, asked)
+        _check_packed(lab, batch, mask, asked)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,250 +177,277 @@ class Opposite(Algorithm):
     def loss(self, tokens: PackedTokens) -> tuple[Any, dict[str, Any]]:
         """Keep the inputs; return the loss."""
         self.given.append(tokens)
-        weight = tokens.columns["weight"]
-        gain = (tokens.logprobs - tokens.behaviour).exp() * tokens.advantages * weight
+        gain = (tokens.logprobs - tokens.behaviour).exp() * tokens.advantages * tokens.columns["weight"]
         return -gain.sum() / tokens.total_tokens, {}
 
 
-def _packed(lab: TrainLab, batch: Batch, mask: npt.NDArray[np.bool_], asked: Opposite) -> None:
+def _check_packed(lab: TrainLab, batch: Batch, mask: npt.NDArray[np.bool_], asked: Opposite) -> None:
     """Verify the first step: each token once, with its own values."""
-    wanted = np.flatnonzero(mask)
-    parts: list[PackedTokens] = []
+    wanted, parts = np.flatnonzero(mask), list[PackedTokens]()
     while asked.given and sum(len(part.advantages) for part in parts) < len(wanted):
         parts.append(asked.given.pop(0))
-    given = {
-        name: np.concatenate([plain(getattr(part, name)) for part in parts])
-        for name in ("advantages", "behaviour", "logprobs")
-    }
-    given["weight"] = np.concatenate([plain(part.columns["weight"]) for part in parts])
-    all_advantages = asked.advantages(batch).values
-    order = np.argsort(given["advantages"])
-    want = wanted[np.argsort(all_advantages[wanted])]
+    advantages = asked.advantages(batch).values
+    order = np.argsort(np.concatenate([plain(part.advantages) for part in parts]))
+    want = wanted[np.argsort(advantages[wanted])]
     for name, theirs, near in (
-        ("advantages", all_advantages, 1e-6),
+        ("advantages", advantages, 1e-6),
         ("behaviour", batch.ragged("logprobs").values, 1e-6),
         ("logprobs", np.concatenate(lab.reference(batch)), lab.tolerance),
         ("weight", np.repeat(batch.array("weight"), batch.ragged("response_ids").lengths), 1e-6),
     ):
-        have = given[name][order]
-        expect(
-            len(have) == len(want) and np.abs(have - theirs[want]).max() <= near,
-            f"the loss was given {len(have)} {name} that are not those of the {len(want)} tokens to train",
-        )
+        given = [plain(part.columns["weight"] if name == "weight" else getattr(part, name)) for part in parts]
+        have = np.concatenate(given)[order]
+        right = len(have) == len(want) and np.abs(have - theirs[want]).max() <= near
+        expect(right, f"the loss was given {len(have)} {name} that are not those of the {len(want)} tokens to train")
     for name, count in (("total_tokens", len(wanted)), ("total_rows", batch.rows)):
         said = {getattr(part, name) for part in parts}
         expect(said == {count}, f"the loss was told {name}={said}; the step has {count}")
 
 
-@check(
-    "train", "full",
-    impact="a resumed run differs from the stopped one: a jump in the curve after each resume",
-    hint="save() and load(): the optimizer's state, its count of steps, random state and schedules, not the weights only",
-    after=("step", "logprobs"),
-)  # fmt: skip
 def resume(lab: TrainLab) -> None:
     """A checkpoint continues training in another engine as in its own."""
     batches = [lab.batch((4, 3), seed=50 + number) for number in range(5)]
     with lab.folder() as path:
-        lab.fresh()
-        for batch in batches[:3]:
-            lab.step(batch)
+        saved = lab.trained(*batches[:3])
         lab.engine.save(path)
-        saved = lab.tensors()
-        for batch in batches[3:]:
-            lab.step(batch)
-        wanted = lab.tensors()
+        wanted = lab.further(*batches[3:])
         lab.start().logprobs(batches[0])  # what was computed before must not be what comes after
-        lab.load(path)
-        odd = unlike(lab.tensors(), saved)
-        expect(not odd, f"after load() {len(odd)} weights are not those that were saved, {odd[:1]} for one")
+        lab.used.load(path)
+        lab.expect_bits(lab.tensors(), saved, "after load() {count} weights are not those that were saved")
         lab.check_logprobs(batches[0], saved, when=" after load()")
-        for batch in batches[3:]:
-            lab.step(batch)
-        text, cause = (
+        said, cause = (
             "3 steps, save, load and 2 more are not the same 5 steps",
             "load: the optimizer's state is not restored",
         )
-        lab.expect_same(wanted, lab.tensors(), text, cause)
+        lab.expect_same(wanted, lab.further(*batches[3:]), said, cause)
 
 
-@check(
-    "train", "full",
-    impact="the checkpoint cannot be loaded after a crash, or an empty one is accepted",
-    hint="save() into an existing directory, also over an older save; only paths below it, none stored in a file; load() of an empty one raises",
-    after=("step",),
-)  # fmt: skip
 def save_is_whole(lab: TrainLab) -> None:
-    """A save, also over an older one, is complete: it loads from a new location. An empty directory
-    does not load."""
-    batch = lab.batch((4, 3), seed=60)
+    """A save, also over an older one, is complete: it loads from a new location. An empty directory does not load."""
     with lab.folder() as path:
         place = path / "part" / "engine"
         place.mkdir(parents=True)
         lab.fresh()
         lab.engine.save(place)
-        lab.step(batch)
+        wanted = lab.further(lab.batch((4, 3), seed=60))
         lab.engine.save(place)
-        wanted = lab.tensors()
         (path / "part").rename(path / "moved")
         (path / "empty").mkdir()
         lab.start()
-        lab.load(path / "moved" / "engine")
-        odd = unlike(lab.tensors(), wanted)
-        expect(
-            not odd,
-            f"what was saved over an older save, and moved, loads with {len(odd)} other weights, {odd[:1]} for one",
-        )
+        lab.used.load(path / "moved" / "engine")
+        said = "what was saved over an older save, and moved, loads with {count} other weights"
+        lab.expect_bits(lab.tensors(), wanted, said)
         lab.start()
         try:
-            lab.load(path / "empty")
+            lab.used.load(path / "empty")
         except Exception:
             return
     raise CheckFailed("load() of an empty directory went well: a lost checkpoint would be trained on from the start")
 
 
-@check(
-    "train", "full",
-    impact="the final model of a run is not the trained one",
-    hint="export(): the present weights, in the checkpoint's names and dtypes, with their configuration",
-    after=("names",),
-)  # fmt: skip
 def export(lab: TrainLab) -> None:
     """The exported folder has the engine's weights."""
-    lab.fresh()
-    lab.step(lab.batch((4, 3), seed=61))
-    exported(lab)
+    lab.trained(lab.batch((4, 3), seed=61))
+    _check_export(lab)
 
 
-def exported(lab: TrainLab) -> None:
+def _check_export(lab: TrainLab) -> None:
     """Compare the export with named_weights(). Raises DoesNotApply for an engine without export."""
     with lab.folder() as path:
         try:
             lab.engine.export(path / "model")
         except NotImplementedError as error:
             raise DoesNotApply(str(error)) from error
-        have, want = lab.policy.read(path / "model"), lab.tensors()
-        odd = unlike(have, want)
-        expect(
-            not odd,
-            f"of {len(want)} weights {len(odd)} are not in the exported folder as named_weights() gives them,"
-            f" {odd[:1]} for one",
-        )
+        said = "{count} weights are not in the exported folder as named_weights() gives them"
+        lab.expect_bits(lab.policy.read(path / "model"), lab.tensors(), said)
 
 
-@check(
-    "train", "full",
-    impact="publishing a version changes training, or published tensors change while they are read",
-    hint="named_weights(): the same tensors in each reading; no buffer shared by several tensors",
-    after=("step",),
-)  # fmt: skip
 def live_views(lab: TrainLab) -> None:
-    """Weights stay the same until the next step, however often they are read, and reading has no
-    effect."""
+    """Weights stay the same until the next step, however often they are read, and reading has no effect."""
     batches = [lab.batch((4, 3), seed=62 + number) for number in range(3)]
     wanted = lab.trained(*batches)
     lab.start()
     for batch in batches:
         held = list(lab.engine.named_weights())
         once = lab.tensors()
-        odd = unlike({name: copied(tensor) for name, tensor in held if name in once}, once)
-        expect(not odd, f"{len(odd)} tensors changed while others were read, {odd[:1]} for one")
-        odd = unlike(lab.tensors(), once)
-        expect(not odd, f"read twice without a step, {len(odd)} tensors are not the same, {odd[:1]} for one")
+        known = {name: plain(tensor) for name, tensor in held if name in once}
+        lab.expect_bits(known, once, "{count} tensors changed while others were read")
+        lab.expect_bits(lab.tensors(), once, "read twice without a step, {count} tensors are not the same")
         lab.step(batch)
     lab.expect_same(wanted, lab.tensors(), "steps between which the weights were read are not those without")
 
 
-@check(
-    "train", "full",
-    impact="every step leaks memory: a run is killed after some hours",
-    hint="losses kept with their graphs, tensors of batches, metrics other than plain floats, gathered copies",
-    after=("step",),
-)  # fmt: skip
 def memory(lab: TrainLab) -> None:
-    """Repeated steps take no growing memory, shared memory, GPU memory, descriptors, threads or
-    processes."""
+    """Repeated steps take no growing memory, shared memory, GPU memory, descriptors, threads or processes."""
     batch = lab.batch((4, 4), seed=65)
     nbytes = sum(array.nbytes for array in lab.policy.tensors(0).values())
     steps = max(12, min(math.ceil((16 << 20) / max(nbytes, 1)), 60))
 
-    def some(count: int) -> None:
-        """Train and read the weights."""
+    def _some(count: int) -> None:
         for _ in range(count):
             lab.step(batch)
             for _ in lab.engine.named_weights():
                 pass
 
     lab.fresh()
-    some(8)
+    _some(8)
     growth = Growth(nbytes=steps * nbytes // 4 + (4 << 20), count=steps // 2)
-    for _ in range(3):
-        before = Held.now()
-        some(steps)
-        if not growth.look(before):
-            return
-    raise CheckFailed(growth.said("steps", steps, nbytes))
+    while growth.goes_on():
+        _some(steps)
+    growth.check("steps", steps, nbytes)
 
 
-@check(
-    "train", "full",
-    impact="after a rollback the trainer continues from unpublished weights, in part or wholly the discarded ones",
-    hint="load_weights(): every tensor, copied; masters made from them; a new optimizer's state; names and shapes compared first",
-    after=("step",),
-)  # fmt: skip
 @needs(lambda lab: lab.engine.restores, "it does not say that it restores (TrainEngine.restores)")
 def load_weights(lab: TrainLab) -> None:
     """load_weights() takes a published version whole: named_weights() gives its bytes, and the next
     step uses a new optimizer."""
     first, second, third = (lab.batch((4, 3), seed=seed) for seed in (31, 32, 33))
     lab.trained(first)
-    version = {name: copied(tensor) for name, tensor in lab.engine.named_weights()}
-    lab.step(second)
-    lab.step(second)
+    version = lab.published()
+    lab.further(second, second)
     _load(lab, version, "after two more steps")
-    _refuses(lab, version)
-    lab.step(third)
-    went_on = lab.tensors()
-    lab.end()
+    _check_refusals(lab, version)
+    went_on = lab.further(third)
     lab.fresh()
     _load(lab, version, "into a new engine")
-    lab.step(third)
-    lab.expect_same(
-        went_on, lab.tensors(), "a step after load_weights(), of an engine that had trained and of a new one"
-    )
+    said = "a step after load_weights(), of an engine that had trained and of a new one"
+    lab.expect_same(went_on, lab.further(third), said)
 
 
-def _load(lab: TrainLab, version: dict[str, npt.NDArray[Any]], when: str) -> None:
+def _load(lab: TrainLab, version: Tensors, when: str) -> None:
     """Load a version, then overwrite its memory."""
     update = HeldUpdate(7, version)
-    lab.take(update)
+    lab.used.load_weights(update)
     update.scribble()
-    found = {name: copied(tensor) for name, tensor in lab.engine.named_weights()}
-    wrong = unlike(version, found)
-    expect(
-        not wrong,
-        f"load_weights() {when}: named_weights() differs from what was loaded in {', '.join(sorted(wrong)[:4])}",
-    )
+    wrong = ", ".join(sorted(unlike(version, lab.published()))[:4])
+    expect(not wrong, f"load_weights() {when}: named_weights() differs from what was loaded in {wrong}")
 
 
-def _refuses(lab: TrainLab, version: dict[str, npt.NDArray[Any]]) -> None:
+def _check_refusals(lab: TrainLab, version: Tensors) -> None:
     name = max(version, key=lambda each: version[each].nbytes)
-    lacking = {other: array for other, array in version.items() if other != name}
-    wider = {**version, name: np.concatenate([version[name], version[name]])}
-    more = {**version, "a.weight.that.no.model.has": version[name]}
-    for what, tensors in (
-        ("lacks a weight", lacking),
-        ("has one of another shape", wider),
-        ("has one too many", more),
-    ):
+    bad = {
+        "lacks a weight": {other: array for other, array in version.items() if other != name},
+        "has one of another shape": {**version, name: np.concatenate([version[name], version[name]])},
+        "has one too many": {**version, "a.weight.that.no.model.has": version[name]},
+    }
+    for what, tensors in bad.items():
         try:
-            lab.take(HeldUpdate(8, tensors))
+            lab.used.load_weights(HeldUpdate(8, tensors))
         except CheckFailed:
             raise
         except Exception:
-            found = {each: copied(tensor) for each, tensor in lab.engine.named_weights()}
-            expect(
-                not unlike(version, found), f"load_weights() of a version that {what} raised, and has changed weights"
-            )
+            odd = unlike(version, lab.published())
+            expect(not odd, f"load_weights() of a version that {what} raised, and has changed weights")
         else:
             raise CheckFailed(f"load_weights() took a version that {what}")
+
+
+@learns
+def small_updates(lab: TrainLab) -> None:
+    """From a checkpoint in bfloat16, small steps add up as in float32; published and exported
+    weights are bfloat16."""
+    rate = _given_rate(lab)
+    half, whole = (lab.policy.rounded(dtype) for dtype in ("bfloat16", "float32"))
+    with lab.of(whole):
+        batch = lab.batch((4, 4), seed=66)
+        rate, wanted = _slowly(lab, batch, rate)
+    with lab.of(half):
+        try:
+            lab.start()
+        except ConfigError as error:
+            raise DoesNotApply(f"it takes no checkpoint in bfloat16: {error}") from error
+        names(lab)
+        have = lab.trained(*[batch] * STEPS, learning_rate=rate)
+        with contextlib.suppress(DoesNotApply):
+            _check_export(lab)
+    first = whole.tensors(0)
+    way = _flat(wanted, first) - _flat(first, first)
+    kept = float((_flat(have, first) - _flat(first, first)) @ way / (way @ way))
+    expect(
+        kept >= KEPT,
+        f"of the way that {STEPS} steps at a learning rate of {rate:.2g} go in float32, {kept:.2g} is left when"
+        " the checkpoint is bfloat16: steps smaller than its roundings are lost",
+    )
+
+
+def _given_rate(lab: TrainLab) -> float:
+    """Return the learning rate in the options or the factory's default."""
+    parameter = inspect.signature(lab.make).parameters.get("learning_rate")
+    rate = lab.options.get("learning_rate", parameter.default if parameter is not None else None)
+    if isinstance(rate, (int, float)) and rate > 0:
+        return float(rate)
+    raise DoesNotApply(
+        "its factory has no option learning_rate, a number, by which it could be asked for small steps"
+    )
+
+
+def _slowly(lab: TrainLab, batch: Batch, rate: float) -> tuple[float, Tensors]:
+    """Return a learning rate with a total way of WAY, and the weights at its end."""
+    for _ in range(6):
+        found = lab.trained(*[batch] * STEPS, learning_rate=rate)
+        went = _roundings(found, lab.policy.tensors(0))
+        expect(went, "steps on rows with advantages changed no weight, so nothing can be said; see check 'step'")
+        if WAY[0] <= went <= WAY[1]:
+            return rate, found
+        rate *= float(np.clip(sum(WAY) / 2 / went, 1e-3, 1e3))
+    raise DoesNotApply("its steps are not smaller at a smaller learning rate")
+
+
+def _roundings(tensors: Mapping[str, npt.NDArray[Any]], first: Mapping[str, npt.NDArray[Any]]) -> float:
+    """Return the distance from ``first`` in half roundings, of the weight at half of the squared way."""
+    begin = _flat(first, first)
+    way = (_flat(tensors, first) - begin)[begin != 0]  # near 0 nothing is rounded away
+    far = np.abs(way) / np.exp2(np.floor(np.log2(np.abs(begin[begin != 0]))) - _BITS)
+    order = np.argsort(far)
+    done = np.cumsum(way[order] ** 2)
+    return float(far[order][np.searchsorted(done, done[-1] / 2)])
+
+
+def _flat(tensors: Mapping[str, npt.NDArray[Any]], order: Mapping[str, Any]) -> npt.NDArray[np.float64]:
+    return np.concatenate([tensors[name].astype(np.float64).ravel() for name in order])
+
+
+CHECKS = checks("train", {
+    fresh_logprobs: ("full", ("logprobs", "step"),
+        "log-probs sent as the present policy's are of an older one, in proofs of weights, too",
+        "caches, an inference copy of the model, gathered parameters from before the step"),
+    row_order: ("full", ("step",),
+        "training depends on the order of rows: groups are mixed up, or micro-batches weigh unequally",
+        "rows of a group lie anywhere in a batch (batch.groups); a mean of the means of micro-batches is not the "
+        "mean"),
+    companions: ("full", ("step",),
+        "the effect of a row depends on the lengths of others: noise grows with the spread of lengths",
+        "padding in the loss, in its mean, in attention and positions; tokens behind the last trained one"),
+    loss_mask: ("full", ("step",), "the policy learns to write the answers of tools and environments",
+        "the column loss_mask: masked tokens are read, and are in no loss, no mean and no ratio"),
+    off_policy: ("full", ("step",), "rows of older weights are trained as if the present ones had drawn them: the run"
+        " drifts, the more the staler they are",
+        "the column logprobs is the denominator of the ratio; log-probs computed anew before the step are not"),
+    token_mean: ("full", ("loss_mask",), "long responses count for more or less than the algorithm says",
+        "the mean of the loss: over all trained tokens of the step, not by row"),
+    algorithm: ("full", ("direction",),
+        "a user's own algorithm is asked for and ignored: the run trains by another, and says nothing",
+        "the factory's `algorithm`: call its advantages() and loss(), or raise ConfigError for an unsupported one"),
+    resume: ("full", ("step", "logprobs"),
+        "a resumed run differs from the stopped one: a jump in the curve after each resume",
+        "save() and load(): the optimizer's state, its count of steps, random state and schedules, not the weights "
+        "only"),
+    save_is_whole: ("full", ("step",), "the checkpoint cannot be loaded after a crash, or an empty one is accepted",
+        "save() into an existing directory, also over an older save; only paths below it, none stored in a file; "
+        "load() of an empty one raises"),
+    export: ("full", ("names",), "the final model of a run is not the trained one",
+        "export(): the present weights, in the checkpoint's names and dtypes, with their configuration"),
+    live_views: ("full", ("step",),
+        "publishing a version changes training, or published tensors change while they are read",
+        "named_weights(): the same tensors in each reading; no buffer shared by several tensors"),
+    memory: ("full", ("step",), "every step leaks memory: a run is killed after some hours",
+        "losses kept with their graphs, tensors of batches, metrics other than plain floats, gathered copies"),
+    load_weights: ("full", ("step",),
+        "after a rollback the trainer continues from unpublished weights, in part or wholly the discarded ones",
+        "load_weights(): every tensor, copied; masters made from them; a new optimizer's state; names and shapes "
+        "compared first"),
+    small_updates: ("full", ("step", "export"), "at the small learning rates of post-training only weights near 0 are"
+        " learned although the run looks well; or replicas refuse the published dtype",
+        "an optimizer with bfloat16 weights: keep master weights in float32, step on them, and round only for "
+        "publishing"),
+})  # fmt: skip

@@ -12,19 +12,13 @@ import numpy as np
 
 from ....interfaces import Algorithm, PackedTokens
 from ....types import LOSS_MASK, Batch, Ragged
-from ..check import CheckFailed, DoesNotApply, check, expect
-from .lab import FIRST_ROW, ROWS_APART, TrainLab, masked, plain
+from ..check import CheckFailed, DoesNotApply, checks, expect
+from .lab import FIRST_ROW, ROWS_APART, TrainLab, masked, plain, random_mask
 
 LONGEST = 64
 """A bound for the tokens of a response."""
 
 
-@check(
-    "train", "full",
-    impact="corrections for stale tokens have no effect, the critic learns wrong values, or advantages cover a part of the step",
-    hint="`computes` of the engine and `asks` of the algorithm: tokens.columns, tokens.values, tokens.entropy; with several ranks `standardise`",
-    after=("step", "logprobs"),
-)  # fmt: skip
 def asked(lab: TrainLab) -> None:
     """An algorithm gets all declared columns for each token: log-probs before the step, values,
     entropies; and advantages over all rows."""
@@ -32,8 +26,7 @@ def asked(lab: TrainLab) -> None:
     if not names:
         raise DoesNotApply("it computes nothing for algorithms")
     batch = lab.batch((4, 3, 3), seed=9)
-    mask = np.random.default_rng(9).random(len(batch.ragged("logprobs").values)) < 0.7
-    mask[batch.ragged("logprobs").offsets[1:] - 1] = True
+    mask = random_mask(batch, 9, 0.7)
     batch = masked(batch, mask)
     with lab.folder() as into:
         try:
@@ -41,14 +34,12 @@ def asked(lab: TrainLab) -> None:
         except CheckFailed:
             raise
         except Exception as error:
-            raise CheckFailed(
-                f"it says that it computes {', '.join(names)}, and refuses an algorithm that asks for them:"
-                f" {type(error).__name__}: {error}"
-            ) from error
+            said = f"it says that it computes {', '.join(names)}, and refuses an algorithm that asks for them"
+            raise CheckFailed(f"{said}: {type(error).__name__}: {error}") from error
         lab.step(batch)
         given = [dict(np.load(file, allow_pickle=False)) for file in sorted(into.glob("*.npz"))]
     expect(given, "the algorithm's loss was never asked")
-    _looked_at(lab, batch, mask, names, given)
+    _check_given(lab, batch, mask, names, given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,17 +86,15 @@ def _given(tokens: PackedTokens, asks: Sequence[str]) -> dict[str, Any]:
     return {**found, "advantages": plain(tokens.advantages)}
 
 
-def _looked_at(
+def _check_given(
     lab: TrainLab, batch: Batch, mask: np.ndarray[Any, Any], asks: Sequence[str], given: Sequence[dict[str, Any]]
 ) -> None:
-    odd = [part for part in given if "column halved" not in part]
-    expect(not odd, "the loss was given no column 'halved', which came with the advantages")
+    lacking = [part for part in given if "column halved" not in part]
+    expect(not lacking, "the loss was given no column 'halved', which came with the advantages")
     numbers = _numbers(batch)
     found = np.concatenate([2 * part["column halved"] for part in given])
-    expect(
-        sorted(found) == sorted(numbers[mask]),
-        "the loss was not given each token that is trained once, with its own column",
-    )
+    once = sorted(found) == sorted(numbers[mask])
+    expect(once, "the loss was not given each token that is trained once, with its own column")
     order = np.argsort(numbers)
     place = order[np.searchsorted(numbers, found, sorter=order)]
     wanted = {"advantages": _standardised(numbers, mask)[place]}
@@ -117,19 +106,13 @@ def _looked_at(
         why = ": of mean 0 and spread 1 they are over the tokens of all rows" if name == "advantages" else ""
         expect(far <= max(lab.tolerance, 1e-5), f"{name} is up to {far:.3g} off{why}")
     most = np.log(lab.policy.vocabulary) + lab.tolerance
-    for name in ("entropy", "values"):
-        if name not in asks:
-            continue
-        for part in given:
-            each, tokens = part[name], len(part["advantages"])
-            expect(len(each) == tokens, f"the loss was given {len(each)} {name} of {tokens} tokens")
-            expect(bool(part[f"{name} learns"]), f"{name} came without gradient")
-            expect(bool(np.isfinite(each).all()), f"{name} that are not finite")
-            if name == "entropy":
-                expect(
-                    each.min() >= -1e-3 and each.max() <= most,
-                    "entropies that no distribution over the vocabulary has",
-                )
+    for name, part in ((name, part) for name in ("entropy", "values") if name in asks for part in given):
+        each, tokens = part[name], len(part["advantages"])
+        expect(len(each) == tokens, f"the loss was given {len(each)} {name} of {tokens} tokens")
+        expect(bool(part[f"{name} learns"]), f"{name} came without gradient")
+        expect(bool(np.isfinite(each).all()), f"{name} that are not finite")
+        possible = name != "entropy" or (each.min() >= -1e-3 and each.max() <= most)
+        expect(possible, "entropies that no distribution over the vocabulary has")
 
 
 def _numbers(batch: Batch) -> np.ndarray[Any, Any]:
@@ -144,3 +127,10 @@ def _standardised(numbers: np.ndarray[Any, Any], drawn: np.ndarray[Any, Any]) ->
     """Return the drawn ones with mean 0 and spread 1, others 0."""
     known = numbers[drawn.astype(np.bool_)].astype(np.float64)
     return np.where(drawn, (numbers - known.mean()) / (known.std() + 0.5), 0.0).astype(np.float32)
+
+
+CHECKS = checks("train", {
+    asked: ("full", ("step", "logprobs"), "corrections for stale tokens have no effect, the critic learns wrong "
+        "values, or advantages cover a part of the step", "`computes` of the engine and `asks` of the algorithm: "
+        "tokens.columns, tokens.values, tokens.entropy; with several ranks `standardise`"),
+})  # fmt: skip

@@ -12,14 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ....algorithms import GRPO
-from ....interfaces import StepResult, TrainEngine, WeightUpdate
+from ....interfaces import StepResult, TrainEngine
 from ....types import LOSS_MASK, VERSION_SPANS, Batch, Ragged, one_version
 from ....types.dtypes import from_torch, is_torch
 from ..check import CheckFailed, expect
 from ..diagnosis import Diagnosis, diagnose_numbers
+from ..lab import Lab
 from ..policy import Policy
 from ..precision import SHARE, too_far
-from ..thread import EngineThread
+from ..threads import EngineThread
 
 LIMIT_S = 60.0
 SAME = 0.02
@@ -35,25 +36,26 @@ Ids = npt.NDArray[np.int32]
 Tensors = dict[str, npt.NDArray[Any]]
 
 
-class TrainLab:
-    """Makes the engine, anew for checks with an untrained one, never two at a time. Closed by
-    ``close``.
+class TrainLab(Lab):
+    """Makes the engine, anew for checks with an untrained one, never two at a time. Closed by ``close``.
 
-    ``make``: the factory, called with ``model=`` the policy's folder, ``algorithm=`` GRPO unless in
-    ``options``, and ``options``. ``tolerance``: the largest distance of a log-prob from the
-    policy's. ``limit_s``: of each check. One thread of the lab calls the engine.
+    ``make``: the factory, called with ``model=`` the policy's folder, ``algorithm=`` GRPO unless in ``options``, and
+    ``options``. ``tolerance``: the largest distance of a log-prob from the policy's. One thread of the lab calls the
+    engine.
     """
 
     def __init__(
-        self, make: Callable[..., Any], policy: Policy, options: Mapping[str, Any], *, tolerance: float = 1e-4,
+        self,
+        make: Callable[..., Any],
+        policy: Policy,
+        options: Mapping[str, Any],
+        *,
+        tolerance: float = 1e-4,
         limit_s: float = LIMIT_S,
-    ) -> None:  # fmt: skip
-        self.seed: int | None = None
-        self.policy, self.tolerance, self.limit_s = policy, tolerance, limit_s
+    ) -> None:
+        super().__init__(make, {"algorithm": GRPO(), **options}, limit_s)
+        self.policy, self.tolerance = policy, tolerance
         self.same = max(SAME, min(4 * tolerance, 0.5))
-        self.make, self.options = make, {"algorithm": GRPO(), **options}
-        self.ever_made = False
-        self.waits: Callable[[float], Any] = lambda _: None
         self._engine: TrainEngine | None = None
         self._new = False
         self._thread: EngineThread | None = None
@@ -61,20 +63,14 @@ class TrainLab:
     # ---- for the runner
 
     def ask(self, body: Callable[[TrainLab], Any], what: str) -> str | None:
-        """Run a check in the engine's thread. Raises the error of the check."""
+        """Run a check in the engine's thread."""
         if self._thread is None or self._thread.stuck:
-            self._thread = EngineThread()
+            self._thread = EngineThread(as_worker=True)
         self.waits(self.limit_s)
         return self._thread.call(lambda: body(self), self.limit_s, what)  # type: ignore[no-any-return]
 
-    def renew(self) -> None:
-        """Drop the engine after a failure: its state is unknown."""
-        with contextlib.suppress(Exception):
-            self.close()
-
     def close(self) -> None:
-        """Close the engine and its thread. Raises the error of the engine's close. A stuck engine
-        is left behind."""
+        """Close the engine and its thread. Raises the error of the engine's close. A stuck engine is left behind."""
         thread, self._thread = self._thread, None
         try:
             if thread is not None and not thread.stuck:
@@ -124,43 +120,45 @@ class TrainLab:
 
     def step(self, batch: Batch) -> StepResult:
         """Train on a batch; verify the result's type."""
-        self._new = False
-        result = self.engine.train_step(batch)
+        result = self.used.train_step(batch)
         expect(isinstance(result, StepResult), f"train_step() returned {result!r:.80}, no asyncflow_sdk.StepResult")
         return result
 
-    def begin(self, number: int) -> None:
-        """Begin a step in parts."""
+    @property
+    def used(self) -> TrainEngine:
+        """The current engine, for calls changing its state: the next `fresh` makes another one."""
+        engine = self.engine
         self._new = False
-        self.engine.begin_step(number)
-
-    def load(self, path: Path) -> None:
-        """Load a save."""
-        self._new = False
-        self.engine.load(path)
-
-    def take(self, update: WeightUpdate) -> None:
-        """Load a published version."""
-        self._new = False
-        self.engine.load_weights(update)
+        return engine
 
     def trained(self, *batches: Batch, **options: Any) -> Tensors:
         """Return the weights of a new engine after a step on each batch."""
-        if options:
-            self.start(**options)
-        else:
-            self.fresh()
+        self.start(**options) if options else self.fresh()
+        return self.further(*batches)
+
+    def further(self, *batches: Batch) -> Tensors:
+        """Return the weights after one more step on each batch."""
         for batch in batches:
             self.step(batch)
         return self.tensors()
 
+    def published(self) -> Tensors:
+        """Return a copy of named_weights() as they are."""
+        return {name: copied(tensor) for name, tensor in self.engine.named_weights()}
+
     def tensors(self) -> Tensors:
-        """Return a copy of the current named_weights()."""
+        """Return a copy of the current named_weights(), of the policy's names."""
         known = self.policy.tensors(0)
         found = {name: copied(tensor) for name, tensor in self.engine.named_weights() if name in known}
         missing = [name for name in known if name not in found]
-        expect(not missing, f"named_weights() lacks {_some(missing)}")
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        expect(not missing, f"named_weights() lacks {', '.join(map(repr, missing[:4]))}{more}")
         return found
+
+    def expect_bits(self, one: Mapping[str, Any], other: Mapping[str, Any], said: str) -> None:
+        """Compare tensors bit for bit. ``said``: the message, with {count} for the number of unlike ones."""
+        odd = unlike(one, other)
+        expect(not odd, f"{said.format(count=len(odd))}, {odd[:1]} for one")
 
     def moved(self, tensors: Mapping[str, npt.NDArray[Any]]) -> float:
         """Return the distance from version 0 over all weights: the length of the update."""
@@ -186,20 +184,36 @@ class TrainLab:
     # ---- batches
 
     def batch(
-        self, sizes: Sequence[int] = (4, 4, 4), *, seed: int = 0, longest: int = 24, rewards: Sequence[float] | None = None,
-        prompts: Sequence[Ids] | None = None, responses: Sequence[Ids] | None = None,
-    ) -> Batch:  # fmt: skip
-        """Groups of the given sizes, with rewards of 0 and 1 in each: of random prompts and
-        responses unless these are given, one a group and one a row. Drawn by version 0, as far
-        as their log-probs say."""
-        random = np.random.default_rng([seed, len(sizes)])
-        rows = int(sum(sizes))
+        self,
+        sizes: Sequence[int] = (4, 4, 4),
+        *,
+        seed: int = 0,
+        longest: int = 24,
+        rewards: Sequence[float] | None = None,
+        prompts: Sequence[Ids] | None = None,
+        responses: Sequence[Ids] | None = None,
+    ) -> Batch:
+        """Return groups of the given sizes, with rewards of 0 and 1 in each: of random prompts and responses
+        unless these are given, one a group and one a row. Drawn by version 0, as far as their log-probs say.
+        Numbers of rows and groups are large, as in runs."""
+        random, rows = np.random.default_rng([seed, len(sizes)]), int(sum(sizes))
         asked = list(prompts or self.policy.prompts(len(sizes), seed=2 * seed + 100))
         given = list(responses or self._responses(rows, longest, random))
         group = np.repeat(np.arange(len(sizes)), sizes)
         if rewards is None:
             rewards = np.concatenate([random.permutation(np.arange(size) % 2) for size in sizes]).tolist()
-        return make_batch(self.policy, [asked[g] for g in group], given, group, rewards)
+        pairs = [(asked[each], response) for each, response in zip(group, given, strict=True)]
+        logprobs = [self.policy.logprobs(0, *pair).astype(np.float32) for pair in pairs]
+        packed = Ragged.of(given, np.int32)
+        columns = {
+            "prompt_ids": Ragged.of([prompt for prompt, _ in pairs], np.int32),
+            "response_ids": packed,
+            "logprobs": Ragged.of(logprobs, np.float32),
+            VERSION_SPANS: one_version(0, packed.lengths),
+            "reward": np.asarray(rewards, np.float64),
+        }
+        batch = Batch.of(columns)
+        return Batch(batch.ids * ROWS_APART + FIRST_ROW, group.astype(np.int64) * 7 + 6_000_000_000, batch.columns)
 
     def _responses(self, rows: int, longest: int, random: np.random.Generator) -> list[Ids]:
         """Of all lengths from 1 on, in random order."""
@@ -217,8 +231,7 @@ class TrainLab:
         return [self.policy.logprobs_of(tensors, prompt, response) for prompt, response in pairs]
 
     def check_logprobs(self, batch: Batch, tensors: Tensors | None = None, *, when: str = "") -> None:
-        """Compare the engine's log-probs of a batch with the policy's, under version 0 or given
-        weights."""
+        """Compare the engine's log-probs of a batch with the policy's, under version 0 or given weights."""
         got = self.engine.logprobs(batch)
         expect(isinstance(got, Ragged), f"logprobs() returned {type(got).__name__}, no asyncflow_sdk.Ragged")
         expect(got.values.dtype == np.float32, f"logprobs() are {got.values.dtype}, not float32")
@@ -263,24 +276,6 @@ class TrainLab:
             yield Path(path)
 
 
-def make_batch(
-    policy: Policy, prompts: Sequence[Ids], responses: Sequence[Ids], group: npt.NDArray[np.int64],
-    rewards: Sequence[float],
-) -> Batch:  # fmt: skip
-    """Return a batch with a row for each prompt and response. Numbers of rows and groups are large,
-    as in runs."""
-    logprobs = [policy.logprobs(0, p, r).astype(np.float32) for p, r in zip(prompts, responses, strict=True)]
-    packed = Ragged.of(list(responses), np.int32)
-    plain = Batch.of(
-        {
-            "prompt_ids": Ragged.of(list(prompts), np.int32), "response_ids": packed,
-            "logprobs": Ragged.of(logprobs, np.float32), VERSION_SPANS: one_version(0, packed.lengths),
-            "reward": np.asarray(rewards, np.float64),
-        }
-    )  # fmt: skip
-    return Batch(plain.ids * ROWS_APART + FIRST_ROW, group.astype(np.int64) * 7 + 6_000_000_000, plain.columns)
-
-
 def changed(batch: Batch, **columns: Any) -> Batch:
     """Return the batch with other columns; None removes one."""
     values = {name: batch[name] for name in batch} | columns
@@ -291,6 +286,14 @@ def changed(batch: Batch, **columns: Any) -> Batch:
 def masked(batch: Batch, mask: npt.NDArray[np.bool_]) -> Batch:
     """Return the batch with a loss mask, bool (response tokens,)."""
     return changed(batch, **{LOSS_MASK: Ragged(mask, batch.ragged("response_ids").offsets)})
+
+
+def random_mask(batch: Batch, seed: int, share: float) -> npt.NDArray[np.bool_]:
+    """Return a mask with a share of all tokens, and the last token of each response."""
+    logprobs = batch.ragged("logprobs")
+    mask = np.random.default_rng(seed).random(len(logprobs.values)) < share
+    mask[logprobs.offsets[1:] - 1] = True
+    return mask
 
 
 def distance(one: Mapping[str, npt.NDArray[Any]], other: Mapping[str, npt.NDArray[Any]]) -> float:
@@ -323,7 +326,3 @@ def _equal(one: npt.NDArray[Any] | None, other: npt.NDArray[Any] | None) -> bool
     if one is None or other is None or one.dtype != other.dtype or one.shape != other.shape:
         return False
     return one.tobytes() == other.tobytes()
-
-
-def _some(names: Sequence[str]) -> str:
-    return f"{', '.join(map(repr, names[:4]))}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"

@@ -1,4 +1,4 @@
-"""Conformance of staleness policies.
+"""Check of staleness policies.
 
 def test_my_policy():
     check_staleness_policy(lambda: Patient(share=0.25))
@@ -11,20 +11,21 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from ..interfaces import StalenessPolicy
-from ..ledger import Window
+from ...interfaces import StalenessPolicy
+from ...ledger import Window
+from .check import checks
+from .lab import PlainLab
 
-STEPS = 12
+STEPS, RUNS = 12, 100
 PATIENCE = 400  # events without a step, in each of which something moved
 
 
-def check_staleness_policy(factory: Callable[[], StalenessPolicy], *, seed: int = 0, tries: int = 100) -> None:
+def check_staleness_policy(factory: Callable[[], StalenessPolicy]) -> None:
     """Raise AssertionError with the fault and the state behind it.
 
-    Answers are integers, equal from one object twice and from two; ``promise`` is text and
-    ``bounded`` a bool. Runs under random schedules finish all their steps, in queues of
-    ``least_rows``, with lagging replicas, filtered groups and heavy-tailed lengths. With
-    ``bounded``, ``evict`` names all rows too old for any later step.
+    Answers are integers, equal from one object twice and from two; ``promise`` is text and ``bounded`` a bool. Runs
+    under random schedules finish all their steps, in queues of ``least_rows``, with lagging replicas, filtered groups
+    and heavy-tailed lengths. With ``bounded``, ``evict`` names all rows too old for any later step.
     """
     policy = factory()
     assert isinstance(policy, StalenessPolicy), f"{policy!r} is no asyncflow_sdk.interfaces.StalenessPolicy"
@@ -32,8 +33,8 @@ def check_staleness_policy(factory: Callable[[], StalenessPolicy], *, seed: int 
         "promise says in a line what holds of every trained token"
     )
     assert isinstance(policy.bounded, bool), f"bounded must be a bool, not {policy.bounded!r}"
-    for number in range(tries):
-        draw = random.Random(seed * 1_000_003 + number)
+    for number in range(RUNS):
+        draw = random.Random(number)
         size, max_staleness = draw.choice([1, 2, 4]), draw.choice([0, 1, 2, 4])
         batch = size * draw.randint(1, 4)
         least = policy.least_rows(batch, max_staleness)
@@ -102,8 +103,7 @@ class _SimulatedRun:
         return said[0]
 
     def admit(self) -> bool:
-        """Start the groups permitted to replicas; a blocked replica loads the newest version. True
-        if one started."""
+        """Start the groups permitted to replicas; a blocked replica loads the newest version. True if one started."""
         began = False
         for replica, version in enumerate(self.loaded):
             room = self.room(version)
@@ -165,3 +165,16 @@ class _SimulatedRun:
                 self.window.withdraw(self.size, group.deadline)
         late = self.window.load(self.window.step - 1)
         assert not late or not self.policy.bounded, f"{late} rows are too late for any step and not evicted: {self}"
+
+
+def schedules(lab: PlainLab) -> None:
+    """Random schedules finish all their steps, in queues of least_rows, and rows too late for any
+    step are evicted."""
+    check_staleness_policy(lab.made)
+
+
+CHECKS = checks("staleness", {
+    schedules: ("basic", (), "the run stands still for ever, or trains tokens older than was promised",
+        "admit(), select() and evict(): functions of the filling alone; in each state one of them must permit "
+        "progress"),
+})  # fmt: skip

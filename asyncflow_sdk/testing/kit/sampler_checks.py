@@ -1,4 +1,4 @@
-"""Conformance of samplers.
+"""Check of samplers.
 
 def test_my_sampler():
     check_sampler(lambda: LongestFirst("response_ids"))
@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..interfaces import Candidates, Sampler
+from ...interfaces import Candidates, Sampler
+from .check import checks
+from .lab import PlainLab
 
 MOST = 4096  # candidates it is tried with, however large its window
 
 
-def check_sampler(factory: Callable[[], Sampler], *, seed: int = 0, tries: int = 50) -> None:
+def check_sampler(factory: Callable[[], Sampler], *, tries: int = 50) -> None:
     """Raise AssertionError with the fault and the candidates behind it.
 
     Positions must be valid; equal candidates give equal answers, from one object twice and from two
@@ -30,7 +32,7 @@ def check_sampler(factory: Callable[[], Sampler], *, seed: int = 0, tries: int =
     assert isinstance(sampler.window, int), f"window must be an int, not {sampler.window!r}"
     assert sampler.window >= 1, f"window must be at least 1, not {sampler.window}"
     assert isinstance(sampler.measure, str), f"measure names a column, or is empty; not {sampler.measure!r}"
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     window = min(sampler.window, MOST)
     for number in range(tries):
         count = int(random.integers(1, 2 * window + 2))
@@ -126,3 +128,15 @@ def _check_supply(sampler: Sampler, random: np.random.Generator, window: int, ri
         f"{left} rows were not chosen in {turns} turns while others came (window {window}, {count} a turn); choose"
         " the oldest of the candidates sooner or later, or set may_starve = True"
     )
+
+
+def choices(lab: PlainLab) -> None:
+    """Positions are valid, the same for equal candidates, chosen in time proportional to the
+    candidates, and reach every row in the end."""
+    check_sampler(lab.made)
+
+
+CHECKS = checks("sampler", {
+    choices: ("basic", (), "rows are given twice or never, a resumed run chooses others than before, or every request"
+        " waits for the sampler", "choose(): a function of its arguments and options alone, over arrays"),
+})  # fmt: skip
