@@ -37,7 +37,7 @@ MAX_SIZE = {  # lines, files
     "asyncflow_sdk/memory": (1_446, 6),
     "asyncflow_sdk/plugins": (594, 4),
     "asyncflow_sdk/queue": (6_483, 28),
-    "asyncflow_sdk/testing": (8_795, 47),
+    "asyncflow_sdk/testing": (8_783, 47),
     "asyncflow_sdk/types": (2_147, 15),
     "asyncflow_sdk/weights": (4_486, 20),
     "asyncflow_sdk/wire": (3_370, 15),

@@ -34,33 +34,29 @@ def killed(lab: RolloutLab) -> None:
     size = min(SIZE, lab.had().rows)
     lab.renew()  # an engine may not like a second one beside it
     prompts = lab.policy.prompts(STEPS * GROUPS, seed=80)
-    with tempfile.TemporaryDirectory(prefix="asyncflow-check-") as folder, _serve(folder) as run:
+    engine = Rollout(
+        path,
+        model=lab.policy.folder,
+        replicas=2,
+        group_size=size,
+        prompt="prompt_ids",
+        sampling=Sampling(max_tokens=24),
+        max_restarts=len(KILLED_AT),
+        **lab.options,
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="asyncflow-check-") as folder,
+        serve(Path(folder) / "run", max_staleness=STALENESS) as run,
+    ):
         run.queue.put({"prompt_ids": Ragged.of(prompts)}, group_size=size)
         run.queue.end()
-        replicas = run.start(
-            Rollout(
-                path,
-                model=lab.policy.folder,
-                replicas=2,
-                group_size=size,
-                prompt="prompt_ids",
-                sampling=Sampling(max_tokens=24),
-                max_restarts=len(KILLED_AT),
-                **lab.options,
-            )
-        )
+        replicas = run.start(engine)
         run.start(Stage(functions.odd, task="reward", gives=["reward"]))
         rows = _train(lab, run, replicas, GROUPS * size)
         audit = run.audit()
-    expect(
-        len(rows) == len(set(rows)) == STEPS * GROUPS * size,
-        f"{len(rows)} rows came, {len(set(rows))} different ones",
-    )
+    whole = len(rows) == len(set(rows)) == STEPS * GROUPS * size
+    expect(whole, f"{len(rows)} rows came, {len(set(rows))} different ones")
     expect(audit.balanced and not audit.live, f"the books do not balance: {audit}")
-
-
-def _serve(folder: str) -> Run:
-    return serve(Path(folder) / "run", max_staleness=STALENESS)
 
 
 def _train(lab: RolloutLab, run: Run, replicas: list[Worker], batch_size: int) -> list[int]:
@@ -94,19 +90,14 @@ def _look_at(lab: RolloutLab, batch: Batch, trained: int) -> None:
     """Compare each token's log-prob with its named version, and that version with the staleness bound."""
     columns: tuple[Any, ...] = tuple(batch.ragged(name) for name in ("prompt_ids", "response_ids", "logprobs"))
     for prompt, ids, have, named in zip(*columns, token_versions(batch.ragged("version_spans")), strict=True):
-        expect(
-            trained - int(named.min()) <= STALENESS,
-            f"step {trained} was given tokens of version {named.min()}: older than {STALENESS} versions",
-        )
+        older = f"step {trained} was given tokens of version {named.min()}: older than {STALENESS} versions"
+        expect(trained - int(named.min()) <= STALENESS, older)
         for version in np.unique(named):
             of = np.flatnonzero(named == version)
             wanted = lab.policy.logprobs(int(version), np.asarray(prompt), np.asarray(ids))[of]
             apart = float(np.abs(np.asarray(have)[of] - wanted).max())
-            expect(
-                apart <= lab.tolerance,
-                f"tokens {of[0]} to {of[-1] + 1} are said to be of version {version}, and their log-probs are up"
-                f" to {apart:.3g} from its",
-            )
+            said = f"tokens {of[0]} to {of[-1] + 1} are said to be of version {version}"
+            expect(apart <= lab.tolerance, f"{said}, and their log-probs are up to {apart:.3g} from its")
 
 
 CHECKS = checks("rollout", {

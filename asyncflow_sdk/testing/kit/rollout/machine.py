@@ -113,7 +113,8 @@ def _machine(lab: RolloutLab, found: Found, clock: _Clock) -> Any:
 
         _take.__name__ = name
         guarded: Any = precondition(lambda self: self.world is not None and when(self.world))
-        return guarded(rule(**drawn)(_take))
+        ruled: Any = rule(**drawn)
+        return guarded(ruled(_take))
 
     def _is_running(world: RolloutWorld) -> bool:
         return bool(world.running)

@@ -61,18 +61,14 @@ def killed(lab: TrainLab) -> None:
     killer = _Killer(KILLED_AT)
     with lab.folder() as folder:
         summary = flow.run(folder / "run", on_event=killer).summary
-        trained = [
-            (number, batch.ids, list(batch.ragged("prompt_ids"))) for number, batch in read_steps(folder / "run")
-        ]
-    expect(
-        killer.killed == len(KILLED_AT), f"the run was through before its trainer was killed {len(KILLED_AT)} times"
-    )
+        trained = [(number, batch.ids, batch.ragged("prompt_ids")) for number, batch in read_steps(folder / "run")]
+    all_killed = killer.killed == len(KILLED_AT)
+    expect(all_killed, f"the run was through before its trainer was killed {len(KILLED_AT)} times")
     numbers = [number for number, _, _ in trained]
     expect(numbers == list(range(STEPS)), f"of {STEPS} steps these were trained: {numbers}")
     rows = np.concatenate([ids for _, ids, _ in trained])
-    expect(
-        len(set(rows.tolist())) == len(rows) == STEPS * GROUPS * SIZE, "a row was trained in two steps, or in none"
-    )
+    once = len(set(rows.tolist())) == len(rows) == STEPS * GROUPS * SIZE
+    expect(once, "a row was trained in two steps, or in none")
     times = Counter(tuple(prompt.tolist()) for _, _, each in trained for prompt in each)
     odd = {prompt: count for prompt, count in times.items() if count != SIZE}
     expect(not odd and len(times) == len(chosen), f"prompts were trained another number of times than {SIZE}: {odd}")
