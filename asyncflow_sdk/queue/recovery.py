@@ -23,7 +23,7 @@ from ..errors import ConfigError
 from ..ledger import Audit, Ledger
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
-from ..wire import Server
+from ..wire import RouterSockets, Server
 from . import snapshot
 from .call_executor import CallExecutor
 from .journal import JournalHead, JournalReader, Record, RequestRecord, SessionEndRecord, boot
@@ -143,7 +143,7 @@ def replay(directory: str | Path, on_milestone: Callable[[Milestone], None] | No
     listeners, ledger = Listeners(None, None, None), Ledger()
     memory = Path(first.directory)
     payload = Payload(ledger.state, Path(first.rows or memory), memory, synced=False)
-    wire = Server([], SimpleNamespace(sink=None))  # never started, so it handles nothing
+    wire = Server(RouterSockets([]), SimpleNamespace(sink=None))  # never started, so it handles nothing
     welcome = Welcome(0, first.directory, first.sdk, first.durability, first.rows)
     executor = CallExecutor(ledger, payload, listeners, welcome, wire)
     milestones: list[Milestone] = []

@@ -26,7 +26,7 @@ from ..memory import SIGN_S, SharedDirectory
 from ..types import events as ev
 from ..types.config import LOCAL, Store
 from ..types.reports import ParkedStatus
-from ..wire import MAX_BYTES, KeyPair, Server, has_ended, offer_key, own_key, process_key, rotated
+from ..wire import MAX_BYTES, KeyPair, RouterSockets, Server, has_ended, offer_key, own_key, process_key, rotated
 from . import protocol
 from .call_executor import CallExecutor
 from .journal import DISK_RETRY_S, DropRecord, Record, RequestRecord, SessionEndRecord, TickRecord
@@ -173,7 +173,7 @@ class QueueServer:
         def ask(key: str, verdict: Callable[[bool], None]) -> None:
             verdict(self._executor.admits(key))
 
-        server = Server(addresses, self, keys, max_call_bytes, hold=hold, insecure=insecure, ask=ask)
+        server = Server(RouterSockets(addresses, keys, insecure=insecure, ask=ask), self, max_call_bytes, hold)
         offer_key(self.directory.path, server.addresses, run, bound=True)
         return server
 

@@ -16,6 +16,7 @@ from .keys import (
     save_keys,
 )
 from .processes import LOOPBACK, boot_id, has_ended, own_address, process_key, same_host
+from .router_sockets import RouterSockets
 from .server import Handler, Server
 from .service import Frames, Member, Service, ServiceAddress, ServiceClient
 from .sockets import RETRY_S, is_loopback, probe, transport_of
@@ -29,6 +30,7 @@ __all__ = [
     "Handler",
     "KeyPair",
     "Member",
+    "RouterSockets",
     "RunKey",
     "Server",
     "ServerKeys",

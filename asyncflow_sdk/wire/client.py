@@ -4,8 +4,7 @@
     answer = client.request(body, timeout_s=30.0)            # threads: one socket each
     reply = await client.aexchange(body, timeout_s=30.0)     # event loops: one socket each
 
-A request without an answer is sent again, of a large one only the lost pieces: see ``exchange``. All requests end
-when the server closes for good."""
+A request without an answer is sent again, of a large one only the lost pieces: see ``exchange``."""
 
 from __future__ import annotations
 
@@ -26,7 +25,6 @@ from .client_sockets import FINAL_MESSAGES_MS, POLLIN, LoopSocket, ServerWatch, 
 from .envelope import MAX_BYTES
 from .exchange import Message, RequestExchange, SequenceNumbers, WireReply
 from .keys import RunKey
-from .pieces import nbytes_of
 from .sockets import context_of, transport_of
 
 RESEND_S = 5.0
@@ -50,20 +48,11 @@ class Client:
 
     ``key``: authenticates client and server to each other over tcp. ``insecure``: tcp to a server without keys.
     Raises ConfigError for a missing or needless key; the first request raises AccessDenied for a wrong one.
-    ``bulk``: most traffic is payload. ``resend_s``: repeat a request after a silence this long, or query its
-    progress; None: ``RESEND_S``. ``max_bytes``: largest request. ``patient``: make connections cut during the
-    handshake again, whatever their number; None: for ipc. ``interrupts``: calls of ``interrupt``."""
+    ``bulk``: most traffic is payload. ``resend_s``: the silence before a request is repeated, or its progress
+    queried. ``max_bytes``: largest request. ``interrupts``: calls of ``interrupt``."""
 
     def __init__(
-        self,
-        address: str,
-        key: RunKey | None = None,
-        *,
-        insecure: bool = False,
-        bulk: bool = False,
-        resend_s: float | None = None,
-        max_bytes: int = MAX_BYTES,
-        patient: bool | None = None,
+        self, address: str, key: RunKey | None = None, *, insecure: bool = False, bulk: bool = False
     ) -> None:
         transport = transport_of(address)
         tcp = transport == "tcp"
@@ -77,8 +66,7 @@ class Client:
                 " run.key, or insecure=True if it is served without keys"
             )
         self.address, self.key, self.insecure = address, key, insecure
-        self.session = secrets.token_hex(12)
-        self._resend_s = RESEND_S if resend_s is None else resend_s
+        self.session, self.resend_s, self.max_bytes = secrets.token_hex(12), RESEND_S, MAX_BYTES
         self._pid = os.getpid()
         self._context = context_of(bulk)
         self.interrupts = 0
@@ -88,9 +76,8 @@ class Client:
         self._sockets: weakref.WeakSet[ThreadSocket] = weakref.WeakSet()  # a thread's socket ends with it
         self._loops: dict[asyncio.AbstractEventLoop, LoopSocket] = {}
         self._accepted = transport == "inproc"
-        self._patient = transport == "ipc" if patient is None else patient
+        self._patient = transport == "ipc"  # make connections cut during the handshake again, whatever their number
         self._server = ServerWatch(address)
-        self.max_bytes = max_bytes
         self.closed = False
 
     @property
@@ -119,8 +106,7 @@ class Client:
             raise ProtocolError(f"a call of {size} bytes is too large; {limit}: send fewer rows at a time")
 
     def use_key(self, key: RunKey) -> None:
-        """Use another key for the next connections; this thread's is made again. Call while no request is in
-        progress."""
+        """Use another key for the next connections, and for this thread's. Call while no request is in progress."""
         with self._lock:
             self.key, self._accepted = key, False
             if (channel := self._local.replace(None)) is not None:
@@ -132,7 +118,7 @@ class Client:
         self._server.watch(pid, key)
 
     def request(self, body: bytes, timeout_s: float, grace_s: float | None = None) -> bytes:
-        """Send a request and return the body of the answer: see ``exchange``."""
+        """Return the body of the answer: see ``exchange``."""
         return self.exchange(body, timeout_s, grace_s=grace_s).body
 
     def exchange(
@@ -151,15 +137,19 @@ class Client:
         Raises ServerLost without an answer after ``timeout_s`` + ``grace_s`` (default ``GRACE_S``), when the server
         closes for good or its process ends, and on ``close``; WireError if interrupted since ``since``; ProtocolError
         for a request above ``max_bytes``, and for an answer in pieces above ``max_answer_bytes``; AccessDenied."""
-        self.check_size(nbytes := nbytes_of(body, payload))
+        waits = (timeout_s, GRACE_S if grace_s is None else grace_s, self.resend_s)
+        exchange = RequestExchange(self._numbers, body, payload, *waits, max_answer_bytes)
+        self.check_size(exchange.nbytes)
         with self._lock:
             self.check()
             if since is not None and since != self.interrupts:
                 raise self._interrupted_error()
             if (channel := self._local.channel) is None:
-                channel = self._open_thread_socket()
-            waits = (timeout_s, GRACE_S if grace_s is None else grace_s, self._resend_s)
-            exchange = RequestExchange(self._numbers, body, payload, nbytes, *waits, max_answer_bytes)
+                self._check_goodbyes()
+                patient = None if self._accepted else self._patient
+                channel = ThreadSocket(self._context, self._server, self.key, patient)
+                self._local.replace(channel)
+                self._sockets.add(channel)
             channel.enter()
         try:
             channel.send(exchange.begin())
@@ -186,10 +176,10 @@ class Client:
 
     async def aexchange(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> WireReply:
         """Like ``exchange``, on the running event loop. Cancelling it cancels the server's work."""
-        self.check_size(nbytes := nbytes_of(body, payload))
+        exchange = RequestExchange(self._numbers, body, payload, timeout_s, GRACE_S, self.resend_s)
+        self.check_size(exchange.nbytes)
         self.check()
         channel = self._loop_socket()
-        exchange = RequestExchange(self._numbers, body, payload, nbytes, timeout_s, GRACE_S, self._resend_s)
         try:
             messages = exchange.begin()
             while True:
@@ -222,8 +212,7 @@ class Client:
         raise ServerLost(f"{self.address} gave no answer in {time.monotonic() - exchange.began:.1f} s; {why}")
 
     def interrupt(self) -> None:
-        """Raise WireError in the requests of all threads, now, and later in those whose operation began before (see
-        ``exchange``, ``since``)."""
+        """Raise WireError in the requests of all threads, later also in those with an earlier ``since``."""
         with self._lock:
             self.interrupts += 1
             for channel in list(self._sockets):
@@ -288,13 +277,6 @@ class Client:
 
     def _interrupted_error(self) -> WireError:
         return WireError(f"a request to {self.address} was interrupted")
-
-    def _open_thread_socket(self) -> ThreadSocket:
-        self._check_goodbyes()
-        channel = ThreadSocket(self._context, self._server, self.key, None if self._accepted else self._patient)
-        self._local.replace(channel)
-        self._sockets.add(channel)
-        return channel
 
     def _loop_socket(self) -> LoopSocket:
         loop = asyncio.get_running_loop()

@@ -28,8 +28,7 @@ _HANDSHAKE = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 _MAX_FAILURES = 3
-"""Connections cut during the handshake in a row before access counts as denied: a peer unable to decrypt a message
-closes without a reason."""
+"""Connections cut during the handshake in a row before access counts as denied: a wrong key gives no reason."""
 
 
 class ServerWatch:
@@ -71,8 +70,7 @@ class Channel:
         self.socket, self._begun = context.socket(zmq.DEALER), 0
 
     def send(self, messages: Iterable[Message]) -> None:
-        """Send without waiting: a socket with a refused connection accepts no more messages, and the caller must
-        read the reason. Unsent messages are dropped."""
+        """Send without waiting, or drop: a socket with a refused connection accepts none, and has the reason."""
         for envelope, data in messages:
             try:
                 if data is None:
@@ -87,8 +85,7 @@ class Channel:
         return not self.socket.closed and bool(int(self.socket.getsockopt(_EVENTS)) & POLLIN)
 
     def receive(self) -> tuple[ResponseEnvelope, Any]:
-        """Return the next message, and its payload frame, if any. Raises zmq.Again without a message,
-        ProtocolError, ServerLost for a goodbye."""
+        """Return the next message and its payload. Raises zmq.Again, ProtocolError, ServerLost for a goodbye."""
         socket, data = self.socket, None
         while socket.getsockopt(_RCVMORE):  # a signal interrupted the last call in the middle of a message
             socket.recv(_NOBLOCK)
@@ -193,8 +190,7 @@ class ThreadSocket(Channel):
 
 
 class LoopSocket(Channel):
-    """The socket of an event loop. It adds its descriptor to the loop itself: zmq.asyncio takes several loop
-    iterations per message."""
+    """The socket of an event loop. It watches its descriptor: zmq.asyncio takes several iterations per message."""
 
     def __init__(self, context: zmq.Context[Any], server: ServerWatch, key: RunKey | None) -> None:
         super().__init__(context, server)

@@ -1,9 +1,9 @@
 """ConnectionLimiter: keeps file descriptors and memory of a server for its own work, however many peers connect.
 
 libzmq accepts tcp peers by itself, as fast as they come. The limiter counts them by the monitor events of the
-ROUTER sockets. With too many unauthenticated peers or too few free descriptors it pauses the listeners, with a
-note: a socket filter drops all packets of new peers, and they try again by themselves. Peers of this host are
-admitted while the tcp listeners of the process are paused, in rounds of the server: none waits for libzmq."""
+ROUTER sockets. With too many unauthenticated peers or too few free descriptors it pauses the tcp listeners of the
+process, with a note: a socket filter drops all packets of new peers, and they try again by themselves. Peers of this
+host are admitted while the tcp listeners are paused, too."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from .processes import descriptor_limit, free_descriptors, raise_limit
 from .sockets import GIVE_UP_MS, set_options
 
 IPC_BACKLOG = 64  # peers that may wait at an ipc address: one ``admit`` admits at most one more
-MAX_UNAUTHENTICATED = 128  # a server with this many unauthenticated tcp peers pauses its tcp listeners
+MAX_UNAUTHENTICATED = 128  # a server with this many unauthenticated tcp peers pauses the tcp listeners
 RESUME_S = 0.1  # interval between attempts to resume paused listeners, or to admit peers after a failure
-_SOON_S = 0.001  # interval between looks at libzmq's progress with local peers
+_SOON_S = 0.001  # interval between looks at the tcp peers that libzmq has yet to accept
 _ACCEPT_S = 1.0  # libzmq accepts local peers within this time, or is given up: the peers try again
 _EXPIRED_S = GIVE_UP_MS / 1000 + 5.0  # a peer has authenticated or disconnected this long after it connected
 _MAX_PATH_BYTES = 107
@@ -40,63 +40,48 @@ _MONITORED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_S
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27  # SO_ATTACH_FILTER and SO_DETACH_FILTER of Linux
 _DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: return 0 bytes of each packet
 _monitors = itertools.count()
-_admitting = threading.Lock()
-"""Held by a limiter while it admits local peers: meanwhile no tcp listener of the process takes one."""
 _lock = threading.Lock()
-_tcp: dict[socket.socket, bool] = {}
-"""Duplicates of all tcp listening sockets of this process, each with True while its server pauses it."""
+_tcp: set[socket.socket] = set()
+"""Duplicates of all tcp listening sockets of this process."""
+_holders: set[ConnectionLimiter] = set()
+"""Limiters of this process with a reason to pause the tcp listeners."""
 _log = logging.getLogger(__name__)
 
 
 class IpcListener:
     """The socket file ``path``, for the thread of ``router``. libzmq ends the process if it accepts an ipc peer
     without a free descriptor (``ipc_listener.cpp``), so peers wait at a socket unknown to libzmq. ``ready`` reports
-    each new peer once. ``socket``: None while its directory is gone. Raises ConfigError."""
+    each new peer once. Raises ConfigError."""
 
     def __init__(self, router: zmq.Socket[Any], path: str, ready: select.epoll) -> None:
-        if path[0] in "@*" or len(os.fsencode(path)) > _MAX_PATH_BYTES:
+        if path[0] in "@*" or max(len(os.fsencode(each)) for each in (path, _beside(path))) > _MAX_PATH_BYTES:
             raise ConfigError(f"cannot listen on ipc://{path}: a path of at most {_MAX_PATH_BYTES} bytes is expected")
         self._router, self._path, self._ready = router, path, ready
         self._admitted: dict[str, Counter[int]] = {}  # endpoint of a socket passed to libzmq → its events
         try:
-            self.socket: socket.socket | None = self._listen()
+            self.socket = self._listen()
         except OSError as error:
             raise ConfigError(f"cannot listen on ipc://{path}: {os.strerror(error.errno or 0)}") from None
 
     def admit(self) -> socket.socket:
         """Pass the socket with its waiting peers to libzmq, and put a new one in its place. Return a duplicate: it
-        has no waiting peers once libzmq has accepted them. Raises OSError or ZMQError if that fails for now."""
-        assert self.socket is not None
-        admitted, accepting = self.socket, self.socket.dup()
-        try:
-            try:
-                self.socket = self._listen()
-            except FileNotFoundError:  # the directory is gone: no more peers can connect before ``renew``
-                self.socket = None
-            self._ready.unregister(admitted)
-            self._router.setsockopt(zmq.USE_FD, descriptor := admitted.detach())
-            try:
-                self._router.bind(f"ipc://{self._path}")
-            except zmq.ZMQError:  # the waiting peers are disconnected, and try again
-                os.close(descriptor)
-                raise
-            finally:
-                self._router.setsockopt(zmq.USE_FD, -1)
-        except BaseException:
-            accepting.close()
-            raise
+        has no waiting peers once libzmq has accepted them. Raises OSError, ZMQError if it fails for now."""
+        admitted, self.socket = self.socket, self._listen()
+        accepting = admitted.dup()
+        self._ready.unregister(admitted)
+        self._router.setsockopt(zmq.USE_FD, admitted.detach())
+        self._router.bind(f"ipc://{self._path}")
+        self._router.setsockopt(zmq.USE_FD, -1)
         self._admitted[self._router.get_string(zmq.LAST_ENDPOINT)] = Counter()
         return accepting
 
     def renew(self) -> None:
         """Listen at a new socket file in place of a removed one. Raises OSError."""
         removed, self.socket = self.socket, self._listen()
-        if removed is not None:
-            removed.close()
+        removed.close()
 
     def refuse(self) -> None:
         """Disconnect the waiting peers; they try again until their deadline. Raises OSError."""
-        assert self.socket is not None
         with contextlib.suppress(BlockingIOError):
             for _ in range(IPC_BACKLOG):
                 self.socket.accept()[0].close()
@@ -114,33 +99,27 @@ class IpcListener:
 
     def close(self) -> None:
         """Remove the socket file, unless another server has replaced it. Idempotent."""
-        if self.socket is not None:
+        if self.socket.fileno() >= 0:
             self.socket.close()
-            self.socket = None
             with contextlib.suppress(OSError):
                 if os.stat(self._path).st_ino == self._inode:
                     os.unlink(self._path)
 
     def _listen(self) -> socket.socket:
-        """Replace the socket file by a new listening socket, atomically."""
-        new = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        folder, name = os.path.split(self._path)
-        made = f"{name}.{secrets.token_hex(3)}"
-        at = os.open(folder or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        """Replace the socket file by a new listening socket, atomically. libzmq names it by its first path."""
+        new, made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), _beside(self._path)
         try:
-            new.bind(f"/proc/self/fd/{at}/{made}")  # short, however long the path is
+            new.bind(made)
             new.listen(IPC_BACKLOG)
             new.setblocking(False)
             self._ready.register(new, select.EPOLLIN | select.EPOLLET)
-            self._inode = os.stat(made, dir_fd=at).st_ino
-            os.rename(made, name, src_dir_fd=at, dst_dir_fd=at)
+            self._inode = os.stat(made).st_ino
+            os.rename(made, self._path)
         except BaseException:
             new.close()
             with contextlib.suppress(OSError):
-                os.unlink(made, dir_fd=at)
+                os.unlink(made)
             raise
-        finally:
-            os.close(at)
         return new
 
 
@@ -166,7 +145,7 @@ class ConnectionLimiter:
         self.fd = self._ready.fileno()
         self._accepting: socket.socket | None = None  # duplicate of a socket passed to libzmq
         self._accept_until_s = 0.0
-        self._paused = self._refusing = self._holding = False
+        self._paused = self._refusing = False
         self.wait_s: float | None = None
 
     @property
@@ -193,8 +172,11 @@ class ConnectionLimiter:
         """Limit the tcp listener at ``endpoint``, after a monitored socket was bound to it."""
         for event, descriptor, bound in self._events():
             if event == zmq.EVENT_LISTENING and bound == endpoint:
-                self._listeners[endpoint] = socket.socket(fileno=os.dup(descriptor))
-                self._pause_tcp(False)
+                self._listeners[endpoint] = listening = socket.socket(fileno=os.dup(descriptor))
+                with _lock:
+                    _tcp.add(listening)
+                    _filter_tcp()
+                self._pause(False)
 
     def add_ipc(self, router: zmq.Socket[Any], path: str) -> None:
         """Listen at a socket file. Raises ConfigError."""
@@ -222,19 +204,15 @@ class ConnectionLimiter:
             self._update_tcp(now)
         for listener in self._ipc:
             listener.count(events, unbind=self._accepting is None)
-        self.wait_s = self._update_ipc() or (RESUME_S if self._paused else None)
+        self.wait_s = self._update_ipc(now) or (RESUME_S if self._paused else None)
 
     def close(self) -> None:
         """Call before the monitored sockets are closed. Idempotent."""
         self._hold(False)
-        if self._accepting is not None:
-            self._accepting.close()
         with _lock:
-            for each in self._listeners.values():
-                _tcp.pop(each, None)
-                each.close()
-        for listener in self._ipc:
-            listener.close()
+            _tcp.difference_update(self._listeners.values())
+        for each in (*self._listeners.values(), *self._ipc, *([self._accepting] if self._accepting else ())):
+            each.close()
         while self._reserve:
             os.close(self._reserve.pop())
         for router, monitor in self._monitors:  # in this order: libzmq would wait for a reader
@@ -258,10 +236,10 @@ class ConnectionLimiter:
         free, unauthenticated, names = free_descriptors(), len(self._unauthenticated), ", ".join(self._listeners)
         if self._paused:
             if free >= self._to_reserve + self._for_tcp * 5 // 4 and unauthenticated <= MAX_UNAUTHENTICATED // 2:
-                self._pause_tcp(False)
+                self._pause(False)
                 self.note(f"{names} takes connections again", "info")
         elif free < self._for_tcp or unauthenticated >= MAX_UNAUTHENTICATED:
-            self._pause_tcp(True)
+            self._pause(True)
             why = _short_of(free)
             if unauthenticated >= MAX_UNAUTHENTICATED:
                 why = (
@@ -270,80 +248,78 @@ class ConnectionLimiter:
                 )
             self.note(f"{names} takes no connections for now: {why}", "warning")
 
-    def _pause_tcp(self, paused: bool) -> None:
-        """Pause or resume this server's tcp listeners. Hold descriptors in reserve while they are not paused:
-        libzmq may accept peers faster than this thread can pause it."""
+    def _pause(self, paused: bool) -> None:
+        """Pause or resume the tcp listeners. Keep descriptors in reserve while they are not paused: libzmq may accept
+        peers faster than this thread can pause it."""
         self._paused = paused
-        with _lock, contextlib.suppress(OSError):
-            _tcp.update(dict.fromkeys(self._listeners.values(), paused))
-            _filter_tcp()
+        self._hold(paused or self._accepting is not None)
+        with contextlib.suppress(OSError):
             while paused and self._reserve:
                 os.close(self._reserve.pop())
             while not paused and len(self._reserve) < self._to_reserve:
                 self._reserve.append(os.open("/", os.O_PATH | os.O_CLOEXEC))
 
-    def _update_ipc(self) -> float | None:
+    def _update_ipc(self, now: float) -> float | None:
         """Admit the peers waiting at a socket file, or disconnect them if too few descriptors are free. No tcp
-        listener of the process takes one between the count and the last accept. Return the limit of the wait for
-        the next call."""
+        listener of the process takes one between the count and the last accept, reported by an event. Return the
+        limit of the wait for the next call."""
         if self._accepting is not None:
-            if not has_waiting(self._accepting) or time.monotonic() > self._accept_until_s:
-                self._accepting.close()
-                self._accepting = None
-                self._hold(False)
-            return _SOON_S  # other servers of this process have their turn before the next peers
+            if has_waiting(self._accepting) and now < self._accept_until_s:
+                return self._accept_until_s - now
+            self._accepting.close()
+            self._accepting = None
         waiting = next((listener for listener in self._ipc if has_waiting(listener.socket)), None)
+        self._hold(self._paused or waiting is not None)
         if waiting is None:
-            self._hold(False)
             return None
-        if not self._hold(True):
-            return _SOON_S  # another server of this process admits peers
-        with _lock:
-            if free_descriptors() >= self._for_ipc and any(map(has_waiting, _tcp)):
-                return _SOON_S  # libzmq is accepting these
-        free = free_descriptors()  # libzmq takes no more of them
         try:
-            if free >= self._for_ipc:
-                self._accepting, self._refusing = waiting.admit(), False
-                self._accept_until_s = time.monotonic() + _ACCEPT_S
-                return _SOON_S
+            with _lock:
+                if _unpromised() >= self._for_ipc and any(map(has_waiting, _tcp)):
+                    return _SOON_S  # libzmq is accepting these, and takes no more
+                if (free := _unpromised()) >= self._for_ipc:
+                    self._accepting, self._refusing = waiting.admit(), False
+                    self._accept_until_s = now + _ACCEPT_S
+                    return _ACCEPT_S
             waiting.refuse()
             if not self._refusing:
                 self._refusing = True
                 self.note(f"clients of this host are refused for now: {_short_of(free)}", "warning")
         except (OSError, zmq.ZMQError):
             pass  # the peers still wait
-        self._hold(False)
+        self._hold(self._paused)
         return RESUME_S
 
-    def _hold(self, hold: bool) -> bool:
-        """Pause all tcp listeners of the process, or undo that. Return False if another limiter holds them."""
-        if hold != self._holding:
-            with _lock:
-                if not hold:
-                    _admitting.release()
-                elif not _admitting.acquire(blocking=False):
-                    return False
-                self._holding = hold
+    def _hold(self, hold: bool) -> None:
+        """Pause all tcp listeners of the process while any limiter holds them."""
+        with _lock:
+            if hold != (self in _holders):
+                (_holders.add if hold else _holders.discard)(self)
                 _filter_tcp()
-        return True
 
 
-def has_waiting(listening: socket.socket | None) -> bool:
+def _beside(path: str) -> str:
+    """Return a new path in the folder of another."""
+    return os.path.join(os.path.dirname(path), secrets.token_hex(4))
+
+
+def has_waiting(listening: socket.socket) -> bool:
     """True if a listening socket has peers to accept."""
     poll = select.poll()
-    if listening is not None:
-        poll.register(listening, select.POLLIN)
+    poll.register(listening, select.POLLIN)
     return bool(poll.poll(0))
 
 
+def _unpromised() -> int:
+    """Return the free descriptors, but for local peers that libzmq is accepting. The caller holds the lock."""
+    return free_descriptors() - sum(IPC_BACKLOG + 1 for each in _holders if each._accepting is not None)
+
+
 def _filter_tcp() -> None:
-    """Let each listening socket drop all packets of new peers, or none. Hold ``_lock``."""
+    """Let each listening socket drop all packets of new peers, or none. The caller holds the lock."""
     program = struct.pack("HxxxxxxP", 1, ctypes.addressof(_DROP_ALL))
-    for each, paused in _tcp.items():
-        option = _ATTACH_FILTER if paused or _admitting.locked() else _DETACH_FILTER
+    for each in _tcp:
         with contextlib.suppress(OSError):  # forbidden in some sandboxes; or nothing to undo
-            each.setsockopt(socket.SOL_SOCKET, option, program)
+            each.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER if _holders else _DETACH_FILTER, program)
 
 
 def _short_of(free: int) -> str:

@@ -20,7 +20,7 @@ import msgspec
 
 from ..errors import ProtocolError
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_BYTES = 1 << 30  # the default of the largest request: body and payload, in any number of pieces
 PIECE_BYTES = 1 << 20
 FRAME_BYTES = 2 << 20
@@ -46,20 +46,13 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 class Read(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Ask for the pieces at ``starts``. ``number``: number of the newest Offer; pieces sent before it are lost.
-    From a server without any: it does not know the request."""
+    Without ``starts``, from a client: question ``number`` for an Offer; from a server: the request is unknown."""
 
     starts: Annotated[tuple[int, ...], msgspec.Meta(max_length=16)]  # eight under way, and as many lost
     number: int = 0
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """After a silence, ask for the Offer of an answer: the server has sent its pieces before."""
-
-    number: int
-
-
-RequestPart: TypeAlias = Offer | Piece | Read | Ask
-ResponsePart: TypeAlias = Offer | Piece | Read
+Part: TypeAlias = Offer | Piece | Read
 
 
 class RequestEnvelope(msgspec.Struct, frozen=True, array_like=True):
@@ -70,14 +63,14 @@ class RequestEnvelope(msgspec.Struct, frozen=True, array_like=True):
     settled: tuple[int, ...]
     dropped: tuple[int, ...]
     body: bytes
-    part: RequestPart | None = None
+    part: Part | None = None
 
 
 class ResponseEnvelope(msgspec.Struct, frozen=True, array_like=True):
     protocol: int
     seq: int
     body: bytes
-    part: ResponsePart | None = None
+    part: Part | None = None
 
 
 class _RequestStart(msgspec.Struct, frozen=True, array_like=True):

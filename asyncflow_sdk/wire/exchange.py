@@ -11,19 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ProtocolError
-from .envelope import (
-    PIECE_BYTES,
-    PROTOCOL,
-    Ask,
-    Offer,
-    Piece,
-    Read,
-    RequestEnvelope,
-    RequestPart,
-    ResponseEnvelope,
-    encode,
-)
-from .pieces import Incoming, Outgoing, piece_end
+from .envelope import PIECE_BYTES, PROTOCOL, Offer, Part, Read, RequestEnvelope, ResponseEnvelope, encode
+from .pieces import Incoming, Outgoing
 
 SLOWEST_BYTES_PER_S = 10e6
 """The slowest expected transfer: the deadline of a request is extended by its bytes over this rate."""
@@ -63,7 +52,7 @@ class SequenceNumbers:
             self._open.add(self._last)
             return self._last
 
-    def envelope(self, seq: int, body: bytes, part: RequestPart | None = None) -> bytes:
+    def envelope(self, seq: int, body: bytes, part: Part | None = None) -> bytes:
         """Encode a message with confirmations and cancellations; ``seq`` 0: about no request."""
         with self._lock:
             settled, self._settled = tuple(self._settled), []
@@ -90,33 +79,33 @@ class SequenceNumbers:
 
 
 class RequestExchange:
-    """Not thread-safe. ``payload``: contiguous buffers; they must not change before the reply. ``nbytes``: the size
-    of ``body`` and ``payload``. ``grace_s``: the wait beyond ``timeout_s``. ``resend_s``: the silence before
-    ``resend``. ``max_bytes``: limit for body and payload of an answer in pieces; None: no limit.
+    """Not thread-safe. ``payload``: contiguous buffers; they must not change before the reply. ``grace_s``: the wait
+    beyond ``timeout_s``. ``resend_s``: the silence before ``resend``. ``max_bytes``: limit for body and payload of an
+    answer in pieces; None: no limit.
 
-    ``reply``: None until the answer is complete. ``began``: the time of the start."""
+    ``nbytes``: the size of body and payload. ``reply``: None until the answer is complete. ``began``: the time of the
+    start. ``seq``: 0 before ``begin``."""
 
     def __init__(
         self,
         numbers: SequenceNumbers,
         body: bytes,
         payload: Sequence[Any],
-        nbytes: int,
         timeout_s: float,
         grace_s: float,
         resend_s: float,
         max_bytes: int | None = None,
     ) -> None:
         self._numbers, self._body, self._payload, self._max_bytes = numbers, body, payload, max_bytes
-        self._request = Outgoing(body, payload) if nbytes > PIECE_BYTES else None
-        self._questions = 0
+        self.nbytes = len(body) + sum(memoryview(each).nbytes for each in payload) if payload else len(body)
+        self._request = Outgoing(body, payload) if self.nbytes > PIECE_BYTES else None
+        self.seq = self._questions = 0
         self.reply: WireReply | None = None
         self._grace_s, self._resend_s = grace_s, resend_s
         self.began = time.monotonic()
         # a NaN timeout counts as 0: it must not wait for ever
-        self._until = self.began + (timeout_s if timeout_s > 0.0 else 0.0) + grace_s + nbytes / SLOWEST_BYTES_PER_S
-        self._resend_at = self.began + resend_s
-        self.seq = numbers.begin()
+        wait_s = (timeout_s if timeout_s > 0.0 else 0.0) + grace_s + self.nbytes / SLOWEST_BYTES_PER_S
+        self._until, self._resend_at = self.began + wait_s, self.began + resend_s
 
     @property
     def left_s(self) -> float:
@@ -125,6 +114,7 @@ class RequestExchange:
 
     def begin(self) -> list[Message]:
         """Return the first message, sent again to a server without this request."""
+        self.seq = self.seq or self._numbers.begin()
         self._answer: Incoming | None = None
         self._sent: dict[int, int] = {}  # start of a piece of the request → questions before it was sent
         return [self._first()]
@@ -165,7 +155,7 @@ class RequestExchange:
             return None
         self._questions += 1
         self._resend_at = now + self._resend_s
-        return [self._first() if self._answer is None else self._message(Ask(self._questions))]
+        return [self._first() if self._answer is None else self._message(Read((), self._questions))]
 
     def drop(self) -> list[Message]:
         """Cancel the request. Return the message to send."""
@@ -182,8 +172,7 @@ class RequestExchange:
         for start in read.starts:
             if self._sent.get(start, -1) < read.number:
                 self._sent[start] = self._questions
-                data = request.read(start, piece_end(start, request.sizes))
-                messages.append(self._message(Piece(start, request.sizes), data))
+                messages.append(self._message(*request.piece(start)))
         return messages
 
     def _expect(self, sizes: tuple[int, int]) -> Incoming:
@@ -195,5 +184,5 @@ class RequestExchange:
         self._answer.ask(self._questions)
         return self._answer
 
-    def _message(self, part: RequestPart, data: bytes | memoryview | None = None) -> Message:
+    def _message(self, part: Part, data: bytes | memoryview | None = None) -> Message:
         return self._numbers.envelope(self.seq, b"", part), data

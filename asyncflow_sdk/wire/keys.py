@@ -104,8 +104,7 @@ class KeyPair(NamedTuple):
 
 
 def ensure_keys(server: Path, run: Path) -> KeyPair:
-    """Load the server's keys from file ``server`` and the clients' key from ``run``. Make missing files; replace
-    the run key of another server. Raises ConfigError."""
+    """Load the keys of a server and its clients. Replace missing files and another server's. Raises ConfigError."""
     new = msgspec.structs.replace(generate_keys().server, clients=())
     keys = ServerKeys.load(server) if os.path.lexists(server) else new
     if os.path.lexists(run):
@@ -137,8 +136,7 @@ def save_keys(server: Path, run: Path, keys: KeyPair) -> None:
 
 
 def own_key(server: str | None = None) -> RunKey:
-    """Return a new key pair of a client. ``server``: the public key of its server; default: its own, for
-    connections to others than the server."""
+    """Return a new key pair of a client. ``server``: the public key of its server; default: its own."""
     public, secret = (key.decode() for key in zmq.curve_keypair())
     return RunKey(server or public, public, secret)
 

@@ -1,5 +1,4 @@
-"""Processes: the kernel reports the end of one (pidfd), silence never counts as one. The file descriptors of this
-process, and the IP address of its host."""
+"""Processes, by pidfd: silence is never an end. Descriptors of this process, and the IP address of its host."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ def _is_visible(pid: int, key: str) -> bool:
 
 
 def open_pidfd(pid: int, key: str) -> int:
-    """Return a descriptor, readable once the process ends; -1 if the process is not visible here. Raises
-    ProcessLookupError if it has ended."""
+    """Return a descriptor, readable once the process ends; -1 if it is not visible. Raises ProcessLookupError."""
     if not _is_visible(pid, key):
         return -1
     try:
@@ -86,8 +84,7 @@ def open_pidfd(pid: int, key: str) -> int:
 
 
 class ProcessWatch:
-    """Watches the processes of sessions, by one descriptor per process. ``fd``: readable once one has ended. Not
-    thread-safe."""
+    """Watches the processes of sessions. ``fd``: readable once one has ended. Not thread-safe."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 from ..errors import ProtocolError, WireError
+from .pieces import Download
 from .router_sockets import Route
-from .uploads import Download
 
 MOST_SESSIONS, HOST_SESSIONS, CONNECTION_SESSIONS = 8192, 4096, 16
 """The most sessions of a server, of a host (a process on this one), and of a connection: others find room."""
@@ -61,9 +61,13 @@ class WireRequest:
             self.nbytes = len(answer) + REQUEST_BYTES
         return self.nbytes
 
-    def reroute(self, route: Route | None) -> None:
-        """Answer a repeated request over the connection of its last message; None: send no answer any more."""
+    def reroute(self, route: Route) -> None:
+        """Answer a repeated request over the connection of its last message."""
         self.route = route
+
+    def reset(self) -> None:
+        """Send no answer unless the request is repeated, and count none of its bytes."""
+        self.route, self.nbytes = None, 0
 
 
 @dataclass
@@ -89,8 +93,7 @@ class SessionState:
         self.keys += keys
 
     def add_connection(self, route: Route, key: str, host: str) -> None:
-        """Keep a connection; above MAX_CONNECTIONS the first and the newest. Raises ProtocolError for a connection
-        of another client."""
+        """Keep a connection, also the first above MAX_CONNECTIONS. Raises ProtocolError for another client's."""
         if self.keys:
             if key not in self.keys:
                 raise ProtocolError("a message in the session of another client")
@@ -109,17 +112,11 @@ class SessionState:
         if request.seq in self.early:
             self.early.remove(request.seq)
             return True
-        self._mark(request.seq)
+        self.mark(request.seq)
         return False
 
-    def drop_early(self, seq: int) -> None:
-        """Record an early cancellation. Raises ProtocolError above MAX_EARLY."""
-        if len(self.early) >= MAX_EARLY:
-            raise ProtocolError(f"{MAX_EARLY} requests were cancelled, and have not arrived")
-        self.early.add(seq)
-        self._mark(seq)
-
-    def _mark(self, seq: int) -> None:
+    def mark(self, seq: int) -> None:
+        """Record the arrival of a request, or its early cancellation."""
         if seq == self.low + 1 and not self.ahead:
             self.low = seq
         else:
@@ -145,8 +142,7 @@ class SessionState:
 
 
 class RequestTable:
-    """Not thread-safe: the server's thread owns it. ``sessions``: by name. A *ticket* is the number of a request in
-    this table."""
+    """Owned by the server's thread. ``sessions``: by name. A *ticket* is the number of a request in this table."""
 
     TRANSIENT: ClassVar[frozenset[str]] = frozenset({"downloads"})
 
@@ -187,13 +183,12 @@ class RequestTable:
                 self._end(request)
 
     def _end(self, request: WireRequest) -> None:
-        request.reroute(None)
+        request.reset()
         if self.downloads:
             self.downloads.pop(request, None)
 
     def answer(self, ticket: int, body: bytes, made: bool, make: Maker | None) -> WireRequest | None:
-        """Keep the answer of a request; see ``Server.answer``. Return the request, None if it was cancelled or its
-        session ended."""
+        """Keep an answer; see ``Server.answer``. Return the request; None if it or its session has ended."""
         request = self._by_ticket.pop(ticket, None)
         if request is not None:
             self.grown += request.keep(body, made, make)
@@ -208,10 +203,7 @@ class RequestTable:
     def take_overfull(self) -> list[str]:
         """Return the sessions to end because of SESSION_BYTES, and the largest ones because of MOST_BYTES."""
         self.grown = 0
-        sizes = {  # without requests to an earlier server: confirmations are not recorded
-            name: [each.nbytes for each in state.requests.values() if each.route is not None]
-            for name, state in self.sessions.items()
-        }
+        sizes = {name: [each.nbytes for each in state.requests.values()] for name, state in self.sessions.items()}
         # beside the largest request of a session: any answer may be large
         over = [name for name, each in sizes.items() if sum(each) - max(each, default=0) > SESSION_BYTES]
         left = sorted((sum(sizes[name]), name) for name in sizes.keys() - over)
@@ -248,8 +240,11 @@ class RequestTable:
         if session is None:  # the handler ended it when it executed the request
             return
         if not session.is_known(seq):
+            if len(session.early) >= MAX_EARLY and seq not in session.early:
+                raise ProtocolError(f"{MAX_EARLY} requests were cancelled, and have not arrived")
             if seq not in session.early:
-                session.drop_early(seq)
+                session.early.add(seq)
+                session.mark(seq)
                 handler.dropped(name, seq, 0, None)
         elif (request := session.requests.pop(seq, None)) is not None:
             self._end(request)
@@ -270,6 +265,12 @@ class RequestTable:
         self.confirm(self.sessions.setdefault(name, SessionState()), (), done)
         self._next_ticket = max(self._next_ticket, ticket + 1)  # a request that waited has a lower ticket
         self._execute(handler, WireRequest(name, seq, ticket), done, body, None)
+
+    def finish_replay(self) -> None:
+        """Count no answers of the replay: their clients may have confirmed them, which is not recorded."""
+        for session in self.sessions.values():
+            for request in session.requests.values():
+                request.reset()
 
     def replay_drop(self, handler: RequestHandler, name: str, seq: int) -> None:
         """Replay a recorded request cancellation."""

@@ -1,8 +1,7 @@
 """RouterSockets: the ROUTER sockets of a server. One serves ipc and inproc without keys; the other, in a ZeroMQ
 context of its own, serves tcp clients with an accepted key, proven by CurveZMQ.
 
-The separate context is needed because a ZAP handler decides for every socket of its context, also for sockets of
-clients in the same process."""
+A ZAP handler decides for every socket of its context, also for clients in the same process: hence two contexts."""
 
 from __future__ import annotations
 
@@ -27,14 +26,20 @@ UNREAD_MESSAGES = 64  # unread messages per connection; its client waits until t
 
 
 class RouterSockets:
-    """Binds to ``addresses``; ``keys`` are for the tcp addresses. Then the server's thread owns it.
+    """Binds to ``addresses`` (inproc, ipc, tcp), for the server's thread. Raises ConfigError.
 
-    ``insecure``: tcp without keys: every process that reaches the address may read and change the data. ``ask`` is
-    called with the key of a client outside ``keys`` and a function for the verdict, to be called in the owner's
-    thread; without a verdict the connection fails after a while."""
+    A tcp address needs ``keys``, and serves clients with one of them; or ``insecure``: every process that reaches it
+    may read and change the data. ``bulk``: most traffic is payload. ``ask`` is called with the key of another client
+    and a function for the verdict, to be called in the server's thread; without one the connection fails later."""
 
     def __init__(
-        self, addresses: list[str], keys: ServerKeys | None, insecure: bool, bulk: bool, ask: Asking | None
+        self,
+        addresses: list[str],
+        keys: ServerKeys | None = None,
+        *,
+        insecure: bool = False,
+        bulk: bool = False,
+        ask: Asking | None = None,
     ) -> None:
         self.keys, self._insecure, self._bulk, self._ask = keys, insecure, bulk, ask
         self._keyed_context: zmq.Context[Any] | None = None

@@ -1,7 +1,7 @@
 """Server: one thread owns the ROUTER sockets, executes requests in order, and sends each answer when it is known.
 
-    server = Server(["ipc:///run/x/queue"], handler); server.start()     # handler: see Handler
-    server.answer(ticket, body)                                          # from the server's thread, now or later
+    server = Server(RouterSockets(["ipc:///run/x/queue"]), handler); server.start()     # handler: see Handler
+    server.answer(ticket, body)                                   # from the server's thread, now or later
     server.stop()
 
 RequestTable keeps sessions and answers, Uploads the large requests on their way. Invalid messages are counted and
@@ -28,23 +28,20 @@ from .envelope import (
     MAX_BYTES,
     PIECE_BYTES,
     PROTOCOL,
-    Ask,
     Offer,
+    Part,
     Piece,
     ProtocolMismatch,
     Read,
     RequestEnvelope,
-    RequestPart,
     ResponseEnvelope,
-    ResponsePart,
     decode_request,
     encode,
 )
-from .keys import ServerKeys
+from .pieces import SILENCE_S, Download, PayloadSink, Upload, Uploads
 from .processes import ProcessWatch, process_key
 from .request_table import CHECK_BYTES, MAX_EARLY, Maker, RequestHandler, RequestTable, SessionState, WireRequest
-from .router_sockets import Asking, Route, RouterSockets
-from .uploads import SILENCE_S, Download, PayloadSink, Upload, Uploads
+from .router_sockets import Route, RouterSockets
 
 _MAX_UNREAD = 10_000  # unread requests per socket whose senders get a goodbye
 MAX_WAIT_S = 3600.0  # the longest sleep between two rounds: a deadline may be infinite
@@ -59,13 +56,11 @@ class Handler(RequestHandler, Protocol):
     """Executes the requests of a running server. All calls come from the server's thread."""
 
     def sink(self, session: str, body: bytes, nbytes: int) -> PayloadSink:
-        """Return a sink for the payload of a request, before the payload arrives. Raises AsyncFlowError if it
-        cannot be stored: this becomes the payload."""
+        """Return a sink for the payload of a request, before it arrives. An AsyncFlowError becomes the payload."""
         raise ProtocolError("this server takes no payload")
 
     def make(self, answer: bytes) -> tuple[bytes, Sequence[Any]]:
-        """Render a stored answer for sending: return the body, and contiguous buffers to send beside it. The
-        buffers must not change while anything refers to them."""
+        """Render a stored answer: return body and contiguous buffers, not to be changed while referred to."""
         return answer, ()
 
     def gone(self, session: str, reason: str) -> None:
@@ -75,8 +70,7 @@ class Handler(RequestHandler, Protocol):
         """Called after every round. Return the seconds until the next call is due, None for never."""
 
     def settle(self) -> bool:
-        """Called before answers are sent: store the state behind them. Return False to hold the answers back until
-        the next round."""
+        """Store the state behind the answers to be sent. Return False to hold them back until the next round."""
         return True
 
 
@@ -84,33 +78,23 @@ class _Outgoing(NamedTuple):
     """A queued answer. ``part``: the question for it, None for the first time."""
 
     request: WireRequest
-    part: RequestPart | None = None
+    part: Part | None = None
     recorded: bool = True
 
 
 class Server:
-    """Binds to ``addresses`` (inproc, ipc, tcp) and runs ``handler`` in a thread. Raises ConfigError.
+    """Runs ``handler`` in a thread that owns ``sockets``.
 
-    A tcp address needs ``keys``, and serves clients with one of them; or ``insecure``: everyone. ``ask`` decides
-    about clients with other keys: see RouterSockets. ``bulk``: most traffic is payload. ``max_bytes``: the largest
-    request with its payload, and the limit for all unfinished uploads together. ``hold``: send answers at the end
-    of a round, so the handler settles once for all of them. ``garbage``: invalid messages dropped so far."""
+    ``max_bytes``: the largest request with its payload, and the limit for all unfinished uploads together. ``hold``:
+    send answers at the end of a round, so the handler settles once for all of them. ``garbage``: invalid messages
+    dropped so far."""
 
     def __init__(
-        self,
-        addresses: list[str],
-        handler: Handler,
-        keys: ServerKeys | None = None,
-        max_bytes: int = MAX_BYTES,
-        hold: bool = False,
-        *,
-        insecure: bool = False,
-        bulk: bool = False,
-        ask: Asking | None = None,
+        self, sockets: RouterSockets, handler: Handler, max_bytes: int = MAX_BYTES, hold: bool = False
     ) -> None:
-        self._handler, self.max_bytes = handler, max_bytes
+        self.sockets, self._handler, self.max_bytes, self._hold = sockets, handler, max_bytes, hold
+        self.limiter, self.addresses = sockets.limiter, sockets.addresses
         self.requests = RequestTable()
-        self._hold = hold
         self._answers: list[_Outgoing] = []  # to be sent after the handler has settled
         self._uploads, self._next_sweep_s = Uploads(max_bytes), 0.0
         self.garbage = 0
@@ -118,13 +102,10 @@ class Server:
         self._calls: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._for_good: Callable[[], bool] = lambda: False
-        self.sockets = RouterSockets(addresses, keys, insecure, bulk, ask)
-        self.limiter = self.sockets.limiter
-        self.addresses = self.sockets.addresses
         self._wake_lock = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
-        for each in (*self.sockets.routers, self.sockets.zap, self._wake, self._processes.fd, self.limiter.fd):
+        for each in (*sockets.routers, sockets.zap, self._wake, self._processes.fd, sockets.limiter.fd):
             if each is not None:
                 self._poller.register(each, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="asyncflow-server", daemon=True)
@@ -175,6 +156,7 @@ class Server:
     def finish_replay(self) -> None:
         """Call after a replay, before ``start``: only clients that ask again get its answers."""
         self._answers.clear()
+        self.requests.finish_replay()
 
     def watch(self, session: str, pid: int, key: str) -> None:
         """Call ``Handler.gone`` when a session's process ends. Ignores processes of other hosts."""
@@ -213,7 +195,9 @@ class Server:
                 if self.limiter.fd in ready or self.limiter.wait_s is not None:
                     self.limiter.update()
                 if self._wake in ready:
-                    self._run_calls()
+                    os.eventfd_read(self._wake)
+                    while self._calls:
+                        self._guard("at a call of its own", self._calls.popleft())
                 if self.sockets.zap in ready:
                     self.sockets.authenticate()
                 for router in self.sockets.routers:
@@ -254,11 +238,6 @@ class Server:
             _log.exception("the server failed between requests")
             return 1.0
 
-    def _run_calls(self) -> None:
-        os.eventfd_read(self._wake)
-        while self._calls:
-            self._guard("at a call of its own", self._calls.popleft())
-
     def _close(self) -> None:
         self._processes.close()
         self.sockets.close()
@@ -297,8 +276,7 @@ class Server:
                 return
 
     def _sweep(self) -> float | None:
-        """Release inactive transfers and continue waiting uploads. Return the seconds until the next call is due,
-        None without transfers."""
+        """Release inactive transfers, continue waiting uploads. Return the seconds to the next call; None: never."""
         if not (self._uploads.by_session or self.requests.downloads):
             return None
         self._admit()
@@ -319,7 +297,7 @@ class Server:
                 body, data = bytes(data), None  # of a body in pieces from an unknown session: the handler rejects it
             elif isinstance(part, Offer):
                 self._post(route, seq, part=Read((0,), part.number))
-            elif isinstance(part, Ask):
+            elif isinstance(part, Read):
                 self._post(route, seq, part=Read(()))
             if not body:  # a confirmation from a session that has ended
                 return
@@ -345,11 +323,9 @@ class Server:
             if not isinstance(sink, AsyncFlowError | None):
                 sink.write(0, data)
             self.requests.execute(self._handler, route, name, seq, message.done, body, sink)
-        elif seq in session.early:
-            return
-        elif isinstance(part, Ask):
+        elif isinstance(part, Read):
             self._post(route, seq, part=Read(()))
-        elif not isinstance(part, Read):
+        elif seq not in session.early:
             self._upload(route, message, part, data)
 
     def _sink(self, session: str, body: bytes, nbytes: int) -> PayloadSink | AsyncFlowError:
@@ -390,8 +366,7 @@ class Server:
     # ---- answers
 
     def _flush(self) -> None:
-        """Let the handler settle, then send the queued answers. If it could not, send only those of requests
-        without a record."""
+        """Let the handler settle, then send the queued answers; if it fails, only those without a record."""
         try:
             settled = self._handler.settle()
         except Exception:
@@ -405,7 +380,7 @@ class Server:
             if settled or not recorded:
                 self._send(request, part)
 
-    def _send(self, request: WireRequest, part: RequestPart | None = None) -> None:
+    def _send(self, request: WireRequest, part: Part | None = None) -> None:
         """Send an answer, or pieces of it, over the connection of its request's last message; offer it if its first
         pieces were sent before. Do nothing if that message reached an earlier server: the client will repeat it."""
         route, seq, body = request.route, request.seq, request.answer
@@ -424,15 +399,15 @@ class Server:
                 self._post(route, seq, body)
                 return
             download = self.requests.downloads.setdefault(request, Download(body, payload))
-        if (again or isinstance(part, Ask)) and not isinstance(part, Read) and download.sizes is not None:
+        starts = part.starts if isinstance(part, Read) else ()
+        if (again or isinstance(part, Read)) and not starts and download.large:
             self._post(route, seq, part=Offer(download.sizes, getattr(part, "number", 0)))
             return
-        starts = part.starts if isinstance(part, Read) else ()
         with contextlib.suppress(ProtocolError):  # the answer was made again, and has other pieces
             download.send(starts, functools.partial(self._post, route, seq))
 
     def _post(
-        self, route: Route, seq: int, body: bytes = b"", part: ResponsePart | None = None, data: Any = None
+        self, route: Route, seq: int, body: bytes = b"", part: Part | None = None, data: Any = None
     ) -> zmq.MessageTracker | None:
         """Send one message. Return a tracker if ``data`` is sent without a copy."""
         router, name = route

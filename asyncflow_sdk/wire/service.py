@@ -12,7 +12,6 @@ member's, and again during use. Without a ``member``, ``where`` has the key for 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import math
 import os
@@ -30,6 +29,7 @@ from ..errors import AccessDenied, AsyncFlowError, ConfigError, ProtocolError, S
 from .client import Client
 from .keys import RunKey, generate_keys
 from .processes import process_key
+from .router_sockets import RouterSockets
 from .server import Handler, Server
 from .sockets import EVERY_HOST, host_and_port
 
@@ -41,7 +41,6 @@ FORGET_S = 3600.0  # a peer without calls for this long is forgotten. It may cal
 _BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _log = logging.getLogger(__name__)
 
-Bytes: TypeAlias = npt.NDArray[np.uint8]
 Frames: TypeAlias = Sequence[Any]
 
 
@@ -57,16 +56,14 @@ class ServiceHandler(Protocol):
     """Called in the service's one thread. Must not block. The caller gets its errors."""
 
     def request(self, peer: str, ticket: int, body: bytes) -> None:
-        """Handle a call: ``Service.answer`` or ``fail`` for ``ticket``, now or later, from any thread. ``peer``:
-        the same for all calls of a ServiceClient."""
+        """Handle a call of ``peer``, a ServiceClient: ``Service.answer`` or ``fail``, now or later, in any thread."""
 
     def gone(self, peer: str) -> None:
         """Handle the end of a peer: closed, process ended, or silent for FORGET_S."""
 
 
 class ServiceAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Address, key and process of a service. ``key``: its public key, if clients have their own, else the key for
-    all clients; None for an insecure service."""
+    """The place of a service. ``key``: its public key, or the key for all clients; None for an insecure service."""
 
     address: str
     key: RunKey | str | None
@@ -87,19 +84,13 @@ class CallReply(msgspec.Struct, frozen=True, array_like=True):
     body: bytes
     error: str = ""
     message: str = ""
-    sizes: tuple[int, ...] = ()
 
 
 class ServiceResult(NamedTuple):
-    """The answer of a call. ``frames``: buffers, valid while they are referenced."""
+    """The answer of a call. ``payload``: uint8, all frames one after another."""
 
     body: bytes
-    frames: Frames = ()
-
-    @property
-    def payload(self) -> Bytes:
-        """The memory of all frames, one after another."""
-        return np.frombuffer(self.frames[0].obj if self.frames else b"", np.uint8)
+    payload: npt.NDArray[np.uint8]
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -139,7 +130,8 @@ class Service(Handler):
         self._next_recheck_s = self._next_check_s = 0.0
         ask = None if self._known is None else self._admit
         addresses = [listen or f"tcp://{own}:0"]
-        self._server = Server(addresses, self, keys, max_call_bytes, insecure=insecure, bulk=True, ask=ask)
+        sockets = RouterSockets(addresses, keys, insecure=insecure, bulk=True, ask=ask)
+        self._server = Server(sockets, self, max_call_bytes)
         self.address = self._server.addresses[0]
         name, port = host_and_port(self.address)
         if name in EVERY_HOST:
@@ -157,10 +149,9 @@ class Service(Handler):
 
         def render() -> tuple[bytes, Frames]:
             try:
-                payload = frames() if callable(frames) else frames
+                return _encode(CallReply(body)), frames() if callable(frames) else frames
             except AsyncFlowError as error:
                 return _encode(_failure(error)), ()
-            return _encode(CallReply(body, sizes=tuple(memoryview(each).nbytes for each in payload))), payload
 
         self._send(ticket, CallReply(body), render if frames else None)
 
@@ -267,19 +258,18 @@ class ServiceClient(Client):
     ) -> None:
         try:
             found = where if isinstance(where, ServiceAddress) else _decode_address(where)
-            key, patient = found.key, False
+            key = found.key
             if isinstance(key, str):
                 if own is None:
                     raise ProtocolError("members of its run only, and this process is none")
-                # patient with a service that has yet no answer from the run's server
-                key, patient = msgspec.structs.replace(own, server=key), True
+                key = msgspec.structs.replace(own, server=key)
             if not found.address.startswith("tcp://"):
                 raise ProtocolError(f"a service at {found.address[:200]!r}; a tcp address is expected")
-            super().__init__(
-                found.address, key, insecure=key is None, bulk=True, max_bytes=max_call_bytes, patient=patient
-            )
+            super().__init__(found.address, key, insecure=key is None, bulk=True)
         except (*_BAD, ConfigError) as error:
             raise ProtocolError(f"the address of a service cannot be read: {error}") from None
+        self.limit(max_call_bytes)
+        self._patient = isinstance(found.key, str)  # the service may have no answer yet from the run's server
         self.watch(found.pid, found.pid_key)
         self._called_s = -math.inf
 
@@ -323,22 +313,12 @@ class ServiceClient(Client):
             raise ServerLost(f"{what}: {error}") from None
         try:
             answer = _decode_reply(reply.body)
-            frames = _split(reply.payload, answer.sizes)
         except _BAD as error:
             raise ProtocolError(f"{what}: {self.address} gave an answer that cannot be read: {error}") from None
         if answer.error:
             raise error_from_name(answer.error, answer.message)
-        return ServiceResult(answer.body, frames)
+        return ServiceResult(answer.body, np.empty(0, np.uint8) if reply.payload is None else reply.payload)
 
 
 def _failure(error: AsyncFlowError) -> CallReply:
     return CallReply(b"", type(error).__name__, str(error)[:4000])
-
-
-def _split(payload: Bytes | None, sizes: tuple[int, ...]) -> list[memoryview]:
-    """Return the frames of a payload. Raises ProtocolError for wrong sizes."""
-    whole = memoryview(b"" if payload is None else payload)  # type: ignore[arg-type]
-    ends = list(itertools.accumulate(sizes))
-    if min(sizes, default=0) < 0 or (ends[-1] if ends else 0) != len(whole):
-        raise ProtocolError(f"frames of {sum(sizes)} bytes were announced, and {len(whole)} bytes came")
-    return [whole[end - size : end] for end, size in zip(ends, sizes, strict=True)]

@@ -33,8 +33,7 @@ def _bulk_context(pid: int) -> zmq.Context[Any]:
 
 
 def context_of(bulk: bool) -> zmq.Context[Any]:
-    """Return the ZeroMQ context of this process for calls, or for payload (``bulk``): a separate one with more I/O
-    threads, so calls do not wait for payload."""
+    """Return this process's ZeroMQ context for calls, or for payload (``bulk``): calls do not wait for payload."""
     return _bulk_context(os.getpid()) if bulk else zmq.Context.instance()
 
 

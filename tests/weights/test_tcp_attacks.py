@@ -26,7 +26,7 @@ from asyncflow_sdk.errors import (
     WireError,
 )
 from asyncflow_sdk.testing.transport_harness import Sent, TransportHarness
-from asyncflow_sdk.wire import Client, Handler, Server, generate_keys
+from asyncflow_sdk.wire import Client, Handler, RouterSockets, Server, generate_keys
 
 pytestmark = pytest.mark.fast
 NBYTES = 9 << 20
@@ -190,17 +190,17 @@ class Liar(Handler):
 
     def __init__(self, kinds: bytes, frames: list[bytes]) -> None:
         self.say(kinds, frames)
-        self._server = Server(["tcp://127.0.0.1:0"], self, None, 1 << 20, insecure=True, bulk=True)
+        self._server = Server(RouterSockets(["tcp://127.0.0.1:0"], insecure=True, bulk=True), self, 1 << 20)
         self.address = self._server.addresses[0]
         self._server.start()
 
     def say(self, kinds: bytes, frames: list[bytes]) -> None:
-        said = [msgspec.msgpack.encode([kinds]), "", "", [len(frame) for frame in frames]]
+        said = [msgspec.msgpack.encode([kinds, [len(frame) for frame in frames]]), "", ""]
         self._said, self._frames = msgspec.msgpack.encode(said), frames
 
     def request(self, session: str, ticket: int, body: bytes, payload: Any) -> None:
         asks = msgspec.msgpack.decode(body)[0] is not None
-        plain = msgspec.msgpack.encode([b"", "", "", []])
+        plain = msgspec.msgpack.encode([b"", "", ""])
         self._server.answer(
             ticket, self._said if asks else plain, make=(lambda: (self._said, self._frames)) if asks else None
         )

@@ -65,6 +65,7 @@ def test_local_peers_that_libzmq_has_yet_to_accept_hold_up_only_remote_ones(
             peer = knock(tcp)
             assert (early.request(b"z", 60), there.request(b"z", 60)) == (b"z 3", b"z 4")
             assert not connected(peer)
+        parrot.server.call(parrot.server.limiter.update)
         until(lambda: connected(peer), "the peer to be let in")
         for each in (peer, early, there, late):
             each.close()
@@ -119,7 +120,7 @@ def test_a_socket_that_libzmq_never_accepts_from_keeps_nobody_out(
 
 def test_a_crowd_at_one_server_of_a_process_leaves_turns_to_another(tmp_path: Path) -> None:
     # given two servers, of which one always has a local peer waiting
-    servers = [router_sockets.RouterSockets([f"ipc://{tmp_path}/{name}"], None, False, False, None) for name in "ab"]
+    servers = [router_sockets.RouterSockets([f"ipc://{tmp_path}/{name}"]) for name in "ab"]
     crowd: list[socket.socket] = []
     late = knock_local(tmp_path / "b", [])
 

@@ -12,7 +12,7 @@ from waiting import until
 from wire_handlers import Parrot, serving
 
 from asyncflow_sdk.errors import AccessDenied, ConfigError
-from asyncflow_sdk.wire import Client, RunKey, Server, ServerKeys, ensure_keys, generate_keys
+from asyncflow_sdk.wire import Client, RouterSockets, RunKey, Server, ServerKeys, ensure_keys, generate_keys
 
 pytestmark = pytest.mark.fast
 
@@ -154,7 +154,7 @@ def test_a_key_where_none_is_needed_or_none_where_it_is(files: tuple[Path, Path]
         with pytest.raises(ConfigError, match="tcp://HOST:PORT is expected"):
             Client(address)
     for port in ("65536", "99999", "0099999", "1" * 5000):
-        for ask in (Client, lambda address: Server([address], Parrot())):
+        for ask in (Client, lambda address: RouterSockets([address])):
             with pytest.raises(ConfigError, match="a port is at most 65535"):
                 ask(f"tcp://127.0.0.1:{port}")
 
@@ -191,7 +191,7 @@ def test_a_server_with_keys_stops_and_starts_again_at_its_address(files: tuple[P
         client.request(b"x", 5)
     # when it is there again
     again = Parrot()
-    again.server = Server([address], again, keys=ServerKeys.load(files[0]))
+    again.server = Server(RouterSockets([address], ServerKeys.load(files[0])), again)
     again.server.start()
     # then the client goes on
     assert client.request(b"y", 30) == b"y 0"

@@ -14,7 +14,7 @@ from flaky_proxy import FlakyProxy
 from waiting import in_thread, until
 from wire_handlers import MemorySink, Parrot, Raw, client_of, frame, serving
 
-from asyncflow_sdk.wire import Client, uploads
+from asyncflow_sdk.wire import Client, pieces
 
 pytestmark = pytest.mark.fast
 MB = 1 << 20
@@ -97,8 +97,8 @@ def test_a_silence_costs_a_question_and_no_piece(parrot: Parrot) -> None:
 
 def test_an_upload_lives_by_its_pieces_and_not_by_offers(monkeypatch: pytest.MonkeyPatch) -> None:
     # given an upload that waited, and has begun
-    now, route, all_uploads = [0.0], (Any, b""), uploads.Uploads(100 * MB)
-    monkeypatch.setattr(uploads, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    now, route, all_uploads = [0.0], (Any, b""), pieces.Uploads(100 * MB)
+    monkeypatch.setattr(pieces, "time", SimpleNamespace(monotonic=lambda: now[0]))
     upload = all_uploads.offer("s", 1, (MB, MB))
     for now[0] in (50.0, 100.0):
         upload.hear(route, 0)
@@ -112,7 +112,7 @@ def test_an_upload_lives_by_its_pieces_and_not_by_offers(monkeypatch: pytest.Mon
         all_uploads.sweep(now[0])
         assert list(all_uploads.by_session) == ["s"]
     # then it is released a while after the first of these
-    all_uploads.sweep(150.0 + uploads.SILENCE_S + 1)
+    all_uploads.sweep(150.0 + pieces.SILENCE_S + 1)
     assert not all_uploads.by_session
 
 
@@ -120,14 +120,14 @@ def test_an_upload_waits_for_the_memory_of_its_body(parrot: Parrot, monkeypatch:
     # given a server without memory for a body
     tried = threading.Event()
 
-    def fail(upload: uploads.Upload) -> None:
+    def fail(upload: pieces.Upload) -> None:
         tried.set()
         raise MemoryError
 
     address = parrot.server.addresses[0]
     client, other = joined(address), client_of(address)
     with monkeypatch.context() as short:
-        short.setattr(uploads.Upload, "begin", fail)
+        short.setattr(pieces.Upload, "begin", fail)
         answer = in_thread(client.exchange, bytes(3 * MB), 60)
         assert tried.wait(60)
         # then others go on, and it is executed once there is memory
@@ -154,7 +154,7 @@ def test_for_an_answer_sent_before_a_question_gets_its_offer(parrot: Parrot) -> 
         parrot.server.call(release)
         assert released.wait(60)
         # when the client asks after a silence
-        raw.send(frame(2, b"", part=(4, 7)))
+        raw.send(frame(2, b"", part=(3, (), 7)))
         # then it is told the sizes, and gets the pieces that it asks for, and no others
         assert raw.hear_message()[1][0] == [1, [3 * MB, 0], 7]
         raw.send(frame(2, b"", part=(3, (2 * MB,))))

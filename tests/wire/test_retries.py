@@ -7,13 +7,14 @@ import threading
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from flaky_proxy import FlakyProxy
 from waiting import in_thread, until
 from wire_handlers import Parrot, Raw, client_of, frame, serving
 
-from asyncflow_sdk.wire import Client
+from asyncflow_sdk.wire import Client, request_table
 
 pytestmark = pytest.mark.fast
 
@@ -141,6 +142,22 @@ def test_a_server_forgets_answers_that_arrived_though_an_older_request_waits(par
     parrot.let_go(b"park")
     assert waiting() == b"park at last"
     client.close()
+
+
+def test_answers_after_a_restart_count_and_those_of_its_replay_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    # given a session of an earlier server with an answered request and two that wait
+    monkeypatch.setattr(request_table, "SESSION_BYTES", 1000)
+    table = request_table.RequestTable()
+    for ticket in (1, 2, 3):
+        table.replay(SimpleNamespace(request=lambda *call: None), "s", ticket, 1, ticket, b"x")
+    table.answer(1, bytes(2000), False, None)
+    table.finish_replay()
+    assert table.take_overfull() == []
+    # when these are answered now, and nobody repeats them
+    for ticket in (2, 3):
+        table.answer(ticket, bytes(2000), False, None)
+    # then they count
+    assert table.take_overfull() == ["s"]
 
 
 def test_several_threads_of_one_session_are_each_answered(parrot: Parrot) -> None:

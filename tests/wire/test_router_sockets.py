@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from wire_handlers import Parrot, serving
+from wire_handlers import serving
 
 from asyncflow_sdk.errors import ConfigError
-from asyncflow_sdk.wire import Client, Server
+from asyncflow_sdk.wire import Client, RouterSockets
 
 pytestmark = pytest.mark.fast
 
@@ -24,13 +24,13 @@ pytestmark = pytest.mark.fast
 )
 def test_tcp_is_refused_without_keys(address: str) -> None:
     with pytest.raises(ConfigError, match="is served with keys only.*key=, the path of a server.key.*insecure=True"):
-        Server([address], Parrot())
+        RouterSockets([address])
 
 
 @pytest.mark.parametrize("address", ["ws://0.0.0.0:7000", "TCP://0.0.0.0:0", "udp://127.0.0.1:1", "7000", ""])
 def test_other_transports_are_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="known transports"):
-        Server([address], Parrot())
+        RouterSockets([address])
 
 
 def test_an_address_in_use_is_refused_by_name(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_an_address_in_use_is_refused_by_name(tmp_path: Path) -> None:
         serving("tcp://127.0.0.1:0", insecure=True) as parrot,
         pytest.raises(ConfigError, match="cannot listen on tcp://127.0.0.1:"),
     ):
-        Server([f"ipc://{tmp_path}/s", parrot.server.addresses[0]], Parrot(), insecure=True)
+        RouterSockets([f"ipc://{tmp_path}/s", parrot.server.addresses[0]], insecure=True)
     # and what was bound before is let go: it may be bound again
     with serving(f"ipc://{tmp_path}/s"):
         pass

@@ -1,15 +1,15 @@
 """A real server with the plainest handler: it answers, parks, and writes down what it was told."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import zmq
 
-from asyncflow_sdk.wire import Client, Server
+from asyncflow_sdk.wire import MAX_BYTES, Client, Handler, RouterSockets, Server
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 
 class MemorySink(bytearray):
@@ -19,7 +19,7 @@ class MemorySink(bytearray):
         self[start : start + len(data)] = bytes(data)
 
 
-class Parrot:
+class Parrot(Handler):
     """Answers a request with its body and how many were carried out before it. ``park...`` waits for ``let_go``."""
 
     def __init__(self) -> None:
@@ -47,17 +47,11 @@ class Parrot:
         if ticket or answer is not None:
             self.dropped_ones.append((ticket, answer))
 
-    def make(self, answer: bytes) -> tuple[bytes, Sequence[Any]]:
-        return answer, ()
-
     def gone(self, session: str, reason: str) -> None:
         self.gone_ones.append(session)
 
     def idle(self) -> float | None:
         return self.wants
-
-    def settle(self) -> bool:
-        return True
 
     def let_go(self, body: bytes) -> None:
         self.server.call(lambda: self.server.answer(self.parked[body], body + b" at last"))
@@ -65,13 +59,15 @@ class Parrot:
 
 def client_of(address: str, resend_s: float = 0.1) -> Client:
     """A client without a key, over tcp too, which repeats itself soon."""
-    return Client(address, insecure=address.startswith("tcp:"), resend_s=resend_s)
+    client = Client(address, insecure=address.startswith("tcp:"))
+    client.resend_s = resend_s
+    return client
 
 
 @contextlib.contextmanager
 def serving(*addresses: str, **options: Any) -> Iterator[Parrot]:
-    parrot = Parrot()
-    parrot.server = Server(list(addresses), parrot, **options)
+    parrot, max_bytes = Parrot(), options.pop("max_bytes", MAX_BYTES)
+    parrot.server = Server(RouterSockets(list(addresses), **options), parrot, max_bytes)
     parrot.server.start()
     try:
         yield parrot

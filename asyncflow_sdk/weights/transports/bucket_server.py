@@ -50,9 +50,10 @@ class Get(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GetReply(msgspec.Struct, frozen=True, array_like=True):
-    """RAW or DELTA for each bucket sent. Each bucket is a frame."""
+    """RAW or DELTA for each bucket sent, and its bytes. They follow one another in the payload."""
 
     kinds: bytes
+    sizes: tuple[int, ...]
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -177,7 +178,7 @@ class BucketServer:
         self, ticket: int, get: Get, version: HeldVersion, base: HeldVersion | None, buckets: Sequence[Bucket]
     ) -> None:
         """Answer with a delta for each bucket, or the whole bucket if that is smaller, pinned only when it is sent."""
-        codes, size = list[bytes | None](), 0
+        codes, sizes = list[bytes | None](), list[int]()
         try:
             for number, bucket in enumerate(buckets, get.first):
                 new, code = version.bytes_of(bucket), None
@@ -185,8 +186,8 @@ class BucketServer:
                     make = functools.partial(delta.encode, new, base.bytes_of(bucket), version.width(bucket))
                     code = self._deltas.get((version.root, base.root, number), make)
                 codes.append(code)
-                size += len(code or new)
-                if size >= ANSWER_BYTES:
+                sizes.append(len(code or new))
+                if sum(sizes) >= ANSWER_BYTES:
                     break
         except Exception as error:
             self.service.fail(ticket, error if isinstance(error, AsyncFlowError) else ProtocolError(repr(error)))
@@ -197,4 +198,4 @@ class BucketServer:
             return [version.bytes_of(b) if code is None else code for b, code in zip(buckets, codes, strict=False)]
 
         kinds = bytes(RAW if code is None else DELTA for code in codes)
-        self.service.answer(ticket, encode(GetReply(kinds)), frames)
+        self.service.answer(ticket, encode(GetReply(kinds, tuple(sizes))), frames)

@@ -107,8 +107,7 @@ class TcpFetch:
         self._buckets: list[Bucket] = []
         self._todo: deque[_BucketRange] = deque()
         self._stride = max(1, min(AT_ONCE, FEW_BYTES // manifest.bucket_bytes))
-        self._lock = threading.Lock()
-        self._interrupted = False
+        self._lock, self._interrupted = threading.Lock(), False
         self.error: Exception | None = None
         self.moved = self.saved = self._received = 0
 
@@ -194,20 +193,20 @@ class TcpFetch:
         get = Get(self._address.version, self._root, span.first, count, *held)
         what = f"buckets {span.first} to {span.stop - 1} of version {self.manifest.version}"
         most = sum(each.stop - each.start for each in self._buckets[span.first : span.stop]) + _SLACK_BYTES
-        body, frames = self._client.call(encode(get), min(left, SILENCE_S), what, since=self._since, most_bytes=most)
-        kinds = decode(body, GetReply).kinds
-        if not 0 < len(kinds) <= count or len(frames) != len(kinds):
-            raise ProtocolError(f"{len(kinds)} buckets in {len(frames)} frames, where {count} were asked for")
+        body, payload = self._client.call(encode(get), min(left, SILENCE_S), what, since=self._since, most_bytes=most)
+        answer = decode(body, GetReply)
+        kinds, sizes, ends = answer.kinds, answer.sizes, itertools.accumulate(answer.sizes)
+        if not 0 < len(kinds) == len(sizes) <= count or min(sizes) < 0 or sum(sizes) != len(payload):
+            raise ProtocolError(f"{len(sizes)} buckets in {len(payload)} bytes, where {count} were asked for")
         if len(kinds) < count:
             with self._lock:
                 self._todo.appendleft(span._replace(first=span.first + len(kinds)))
-        size = sum(memoryview(frame).nbytes for frame in frames)
-        self._stride = max(1, self._stride // 2) if size > FEW_BYTES else min(AT_ONCE, len(kinds) * 2)
-        for number, (kind, frame) in enumerate(zip(kinds, frames, strict=True), span.first):
+        self._stride = max(1, self._stride // 2) if len(payload) > FEW_BYTES else min(AT_ONCE, len(kinds) * 2)
+        for number, (kind, size, end) in enumerate(zip(kinds, sizes, ends, strict=True), span.first):
             if kind == DELTA and base is not None:
-                self._apply(number, frame, base)
+                self._apply(number, payload[end - size : end], base)
             else:
-                self._put_whole(number, kind, frame)
+                self._put_whole(number, kind, payload[end - size : end])
 
     def _apply(self, number: int, code: Any, base: Fetched) -> None:
         bucket, nbytes = self._buckets[number], memoryview(code).nbytes
