@@ -36,8 +36,7 @@ def group_advantages(
 
 def gae(rewards: Floats, values: Floats, lengths: npt.NDArray[np.int64], *, discount: float, decay: float) -> Floats:
     """Return generalised advantage estimates of tokens packed row after row: (tokens,). A_t = δ_t + γλ A_{t+1}, with
-    δ_t = r_t + γ V_{t+1} - V_t (arXiv 1506.02438, eq. 16); A and V are 0 after a row's last token. γ: ``discount``,
-    λ: ``decay``."""
+    δ_t = r_t + γ V_{t+1} - V_t (arXiv 1506.02438, eq. 16), and 0 after a row. γ: ``discount``, λ: ``decay``."""
     ends = np.cumsum(lengths)
     ahead = np.append(values[1:], 0.0)
     ahead[ends[lengths > 0] - 1] = 0.0

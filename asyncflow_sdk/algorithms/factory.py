@@ -60,8 +60,7 @@ def algorithm_spec(given: Any) -> AlgorithmSpec:
 
 
 def make_algorithm(spec: AlgorithmSpec) -> Algorithm:
-    """Instantiate the algorithm in this environment. Raises PluginError for an unknown name,
-    ConfigError for unknown or refused options."""
+    """Instantiate the algorithm. Raises PluginError for an unknown name, ConfigError for refused options."""
     factory = registry().get("algorithm", spec.name).load()
     try:
         made = factory(**spec.options)

@@ -31,8 +31,7 @@ class KL(UserConfig):
     ``where``: "loss": add it to the loss, with its gradient; "reward": subtract it from the reward, of each token
     with a critic, of each row without (arXiv 2203.02155, eq. 2). ``estimator``: k1, k2 or k3. In the reward, k1 is
     usual and unbiased. In the loss, k2 has the gradient of the KL itself for on-policy tokens, k3 has another
-    gradient and is never negative, and k1 has gradient 0 in expectation.
-    """
+    gradient and is never negative, and k1 has gradient 0 in expectation."""
 
     coef: float = 0.001
     estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -61,12 +60,11 @@ class OffPolicy(UserConfig):
     step. Each token is weighted by w_t = π_proximal / π_behaviour, without gradient; π_behaviour generated the token
     (arXiv 2110.00641, section 3; arXiv 2505.24298, eq. 5).
 
-    ``weight``: "plain": w_t, decoupled PPO. "truncate": min(w_t, ``high``), truncated importance
-    sampling (arXiv 1802.01561, eq. 1; between engines: arXiv 2505.24034). "mask": w_t from ``low``
-    to ``high``, 0 outside, IcePop (arXiv 2510.18855). Tokens of weight 0 count in the mean.
-    ``proximal``: "computed" by the engine, or "interpolated" between the behaviour policy and the
-    policy being trained by the versions between them, without a forward pass (arXiv 2512.06547).
-    """
+    ``weight``: "plain": w_t, decoupled PPO. "truncate": min(w_t, ``high``), truncated importance sampling (arXiv
+    1802.01561, eq. 1; between engines: arXiv 2505.24034). "mask": w_t from ``low`` to ``high``, 0 outside, IcePop
+    (arXiv 2510.18855). Tokens of weight 0 count in the mean. ``proximal``: "computed" by the engine, or
+    "interpolated" between the behaviour policy and the policy being trained by the versions between them, without a
+    forward pass (arXiv 2512.06547)."""
 
     weight: Literal["plain", "truncate", "mask"] = "truncate"
     low: float = 0.5

@@ -45,9 +45,8 @@ class PolicyGradient(UserConfig, Algorithm):
     them as filtered; KL and entropy then leave them out too. ``off_policy``: correction for tokens of older weights;
     see each class. ``entropy``: weight of the entropy bonus.
 
-    A step can be trained in parts unless a critic's advantages are normalised. A subclass with an
-    `advantages` or `loss` of its own declares its own ``normaliser``.
-    """
+    A step can be trained in parts unless a critic's advantages are normalised. A subclass with an `advantages` or
+    `loss` of its own declares its own ``normaliser``."""
 
     ratio: Literal["token", "sequence"] = "token"
     surrogate: Literal["clip", "truncate"] = "clip"
@@ -236,9 +235,8 @@ class DAPO(PolicyGradient):
 
 @dataclass(frozen=True, kw_only=True)
 class GSPO(PolicyGradient):
-    """Group sequence policy optimisation (arXiv 2507.18071, eq. 5 and 7): one ratio a response,
-    clipped as a whole, with the clip range of section 5.1. With stale rows, this narrow range needs
-    proximal log-probs: ``off_policy=af.OffPolicy()``."""
+    """Group sequence policy optimisation (arXiv 2507.18071, eq. 5 and 7): one ratio a response, clipped as a
+    whole in the range of section 5.1. Stale rows then need proximal log-probs: ``off_policy=af.OffPolicy()``."""
 
     ratio: Literal["token", "sequence"] = "sequence"
     clip_low: float = 3e-4

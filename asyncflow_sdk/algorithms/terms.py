@@ -4,8 +4,7 @@
     gain, cut = clip(ratio, tokens.advantages, low=0.2, high=0.28)
     loss = -token_mean(gain, tokens)
 
-All ratios have one value per token, so terms combine freely.
-"""
+All ratios have one value per token, so terms combine freely."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from ..errors import EngineError
 from ..interfaces import PackedTokens
 
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to ± this number (ratio 4.9e8): losses stay finite. Tokens beyond the
-bound have no gradient."""
+"""Log-ratios are clamped to ± this number (ratio 4.9e8): losses stay finite. Tokens beyond have no gradient."""
 
 
 def clamp_log_ratio(difference: Any) -> Any:
@@ -62,8 +60,7 @@ def clip(ratio: Any, advantages: Any, *, low: float, high: float, dual: float | 
 
 
 def truncate(ratio: Any, advantages: Any, logprobs: Any, *, low: float, high: float) -> tuple[Any, Any]:
-    """Return sg(clip(r, 1 - low, 1 + high)) A log π (arXiv 2506.13585, eq. 4 and 5): every token
-    has a gradient. Cut: tokens with a clipped weight."""
+    """Return sg(clip(r, 1 - low, 1 + high)) A log π (arXiv 2506.13585, eq. 4 and 5). Cut: clipped tokens."""
     free = ratio.detach()
     weight = free.clamp(1 - low, 1 + high)
     # the gradient at a log-prob of -inf would be NaN

@@ -10,8 +10,7 @@ writer takes the exclusive lock, clears the serials of the blocks in it, and unl
 range waits. A late reader finds no serial, and never another block's data.
 
 The files may be deleted while the writer runs, by a cleaner of temporary directories or a restarted container. Each
-allocation checks its segment's file; no block is allocated in a lost segment.
-"""
+allocation checks its segment's file; no block is allocated in a lost segment."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ CHOICES = 8  # sufficient ranges compared by their missing pages
 
 @dataclass
 class Allocation:
-    """A block, writable through ``memory`` (uint8, (nbytes,)) until announced. The first 16 bytes
-    are the header, written by the arena."""
+    """A block, writable through ``memory`` (uint8, (nbytes,)) until announced. The arena writes its first 16."""
 
     segment: str
     start: int
@@ -79,8 +77,7 @@ class _Range(NamedTuple):
 
 class FreeRanges:
     """The free ranges of an arena's segments. Best fit: the smallest sufficient range was mostly freed just now, and
-    is still in the cache, while large ranges stay whole. Operations take O(log n) and a memmove of the sorted
-    list."""
+    is still in the cache; large ranges stay whole. Operations take O(log n) and a memmove of the sorted list."""
 
     def __init__(self) -> None:
         self._by_size: list[tuple[int, int, int]] = []  # (size, segment number, start)
@@ -223,8 +220,7 @@ class Arena:
         block.change(block.serial, nbytes)
 
     def renew(self, block: Allocation) -> bool:
-        """Replace a block by a new one in the same place, with the same bytes and another serial.
-        Return False without change while a reader holds it."""
+        """Give a block another serial, with the same bytes. Return False without change while a reader holds it."""
         with self._lock:
             segment, start, stop, heads = self._blocks[block.serial]
             if not segment.clear_headers(heads, stop):

@@ -3,8 +3,7 @@
     chunks = pool.take([1 << 20, 1 << 20])      # uint8 arrays, to be filled
     del chunks                                  # with every view of them: the next take reuses their memory
 
-A take returns idle memory of other sizes to the system: a pool holds at most the buffers in use and the last take's.
-"""
+A take returns idle memory of other sizes to the system: a pool holds the buffers in use and the last take's."""
 
 from __future__ import annotations
 

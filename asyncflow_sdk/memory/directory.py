@@ -10,8 +10,7 @@ still be needed, and only a server that continues it removes the directory. A pr
 example in another container, removes the directory UNSEEN_S after the last sign of life of its server.
 
 The file ``home`` names the run of a storage unit, which touches it while it lives. Its directory outlives the unit's
-process: the next unit of the run on this host finds it again, or it is removed KEEP_S after the last touch.
-"""
+process: the next unit of the run on this host finds it again, or it is removed KEEP_S after the last touch."""
 
 from __future__ import annotations
 
@@ -105,10 +104,8 @@ class SharedDirectory:
 def _make(base: Path) -> tuple[Path, int]:
     """Return a new directory and the descriptor with its lock."""
     while True:
-        path = base / f"{PREFIX}{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
-        path.mkdir(mode=0o700)
         with contextlib.suppress(FileNotFoundError, BlockingIOError):  # another server removes it
-            return path, _lock(path, fcntl.LOCK_EX, 0.0)
+            return _reuse(base / f"{PREFIX}{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}", wait_s=0.0)
 
 
 def meeting_directory(name: str) -> tuple[Path, int]:
@@ -324,8 +321,7 @@ def _read_mark(path: Path) -> HomeMark:
 
 
 def make_private_directory(path: Path) -> None:
-    """Make a directory of mode 0700, and missing parents by the umask. An existing directory keeps
-    its mode. Raises OSError."""
+    """Make a directory of mode 0700, unless it exists, and missing parents by the umask. Raises OSError."""
     try:
         path.mkdir(mode=0o700, parents=True)
     except FileExistsError:

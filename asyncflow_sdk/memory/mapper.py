@@ -26,8 +26,7 @@ _STEP_BYTES = 16 << 20  # the interpreter is blocked while the kernel populates
 
 class MappedSegment:
     """A segment, mapped read-only. ``bytes``: all of it, uint8. It stays mapped while it has a view, which pins it by
-    a weak reference to its array, or a user: a hold or a running read. ``lock``: the mapper's, re-entrant because any
-    allocation may collect a view and so remove its pin."""
+    a weak reference to its array, or a user: a hold or a read. ``lock``: re-entrant: any allocation may unpin."""
 
     def __init__(self, path: Path, lock: threading.RLock) -> None:
         self.name = path.name
@@ -50,8 +49,7 @@ class MappedSegment:
         return raw
 
     def check(self, start: int, serial: int) -> None:
-        """Raise LeaseLost if the block was freed. Otherwise a copy made before is valid: freeing clears the serial
-        first."""
+        """Raise LeaseLost if the block was freed, which clears the serial first: else a copy made before is valid."""
         head = os.pread(self.fd, HEADER_BYTES, start) if start >= 0 else b""
         if len(head) < HEADER_BYTES or HEADER.unpack(head) != (MAGIC, serial):
             raise LeaseLost(USED_AGAIN)
@@ -204,9 +202,8 @@ def _private(mapped: MappedSegment, low: int, stop: int) -> mmap.mmap:
 
 
 class Mapper:
-    """Maps segments of a directory, or of several: ``directory`` may be a function from a segment to its directory,
-    or None. Thread-safe; unusable in a child made by fork(). All methods raise LeaseLost for blocks and segments
-    gone, and after ``close``."""
+    """Maps segments of ``directory``, which may be a function of the segment. Thread-safe; unusable in a child made
+    by fork(). All methods raise LeaseLost for blocks and segments gone, and after ``close``."""
 
     def __init__(self, directory: Path | Callable[[str], Path | None]) -> None:
         self._directory = directory
@@ -226,9 +223,8 @@ class Mapper:
     def private_view(
         self, segment: str, start: int, serial: int, nbytes: int, skip: int = 0, *, maps: PrivateMaps | None = None
     ) -> Bytes:
-        """Return bytes ``skip`` to ``nbytes`` of a block in a copy-on-write mapping: writing to it changes neither
-        the block nor other views. ``maps``: caches the mapping after its last view, for the next block in the same
-        place; pages written through the view keep these bytes."""
+        """Return bytes ``skip`` to ``nbytes`` of a block in a copy-on-write mapping: writing changes no block and no
+        other view. ``maps``: caches the mapping for the next block in the same place, with the pages written."""
         first, stop = start + skip, start + nbytes
         low = first // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         with self._lock:

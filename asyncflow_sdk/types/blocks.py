@@ -43,8 +43,7 @@ class BlockSlices(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class BlockImage:
-    """A block to send: ``rows`` entries as contiguous buffers, one after another. The arena's 16 bytes at its start
-    are zero. The server receives it where its rows stay."""
+    """A block to send: ``rows`` entries as contiguous buffers, one after another. Its first 16 bytes are zero."""
 
     rows: int
     nbytes: int

@@ -1,8 +1,8 @@
 """Columns: callers' values packed into arrays of a declared kind, dtype and trailing shape.
 
-pack("answer", ["12", "345"])          # text pack("logprobs", [lp0, lp1])           # ragged float32 pack("reward",
-torch.tensor([0., 1.])) # fixed float32 pack("prompt", [[{"role": "user", "content": "2+3="}]])     # json
-"""
+pack("answer", ["12", "345"]), pack("logprobs", [lp0, lp1])       # text, ragged float32
+pack("reward", torch.tensor([0., 1.]))                            # fixed float32
+pack("prompt", [[{"role": "user", "content": "2+3="}]])           # json"""
 
 from __future__ import annotations
 
@@ -56,8 +56,7 @@ class ColumnSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Column(msgspec.Struct, frozen=True):
-    """n packed values of one column. ``offsets`` is None for the fixed kind. Stored values are
-    contiguous; values passed by a caller need not be."""
+    """n packed values of one column, contiguous once stored. ``offsets``: None for the fixed kind."""
 
     spec: ColumnSpec
     values: Array
@@ -68,8 +67,7 @@ class Column(msgspec.Struct, frozen=True):
 
 
 def check_column_name(name: Any) -> None:
-    """Raise SchemaError unless ``name`` is 1 to 100 ASCII letters, digits, "_", "." and "-",
-    starting with a letter or "_"."""
+    """Raise SchemaError unless ``name`` is 1 to 100 of A-Z a-z 0-9 "_" "." "-", starting with a letter or "_"."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise SchemaError(
             f"a column cannot be named {name!r:.120}: use 1 to 100 letters of A-Z and a-z, digits, '_', '.' and '-',"
@@ -217,8 +215,7 @@ def _seed(spec: ColumnSpec) -> int:
 
 
 def unpack(column: Column) -> Values:
-    """Return a column as an array, a Ragged, or a list of str, bytes or records. Arrays are read-only
-    views. Raises SchemaError for text that is not UTF-8, and for records that are not JSON."""
+    """Return a column as a read-only array, a Ragged, or a list. Raises SchemaError for invalid UTF-8 or JSON."""
     if column.spec.kind in ("fixed", "ragged"):
         values = column.values
         if values.flags.writeable:

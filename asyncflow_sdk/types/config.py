@@ -61,9 +61,8 @@ class Sampling(UserConfig):
     parameters of the engine's own (``Capabilities.extra``).
 
     Nothing of this changes log-probs: these are over the whole vocabulary at ``temperature``, or at 1 for
-    temperature 0, as the trainer computes them. ``sampling_mask``: over the tokens left of each draw by top_p,
-    top_k and min_p, in training, too. Columns kept_ids and kept_ids_counts hold them; 0: it was not cut.
-    """
+    temperature 0, as the trainer computes them. ``sampling_mask``: over the tokens left of each draw by top_p, top_k
+    and min_p, in training, too. Columns kept_ids and kept_ids_counts hold them; 0: it was not cut."""
 
     temperature: float = 1.0
     max_tokens: int = 256
@@ -135,8 +134,7 @@ class Probe(msgspec.Struct, frozen=True, array_like=True):
 
 
 def validate_probe(probe: Any, *, scored: bool) -> Probe:
-    """Return the probe with arrays converted to plain numbers. Raises ConfigError for an invalid
-    probe. ``scored``: require log-probs."""
+    """Return the probe with plain numbers. ``scored``: require log-probs. Raises ConfigError for an invalid one."""
     if not isinstance(probe, Probe):
         raise ConfigError(
             f"a probe must be an af.Probe(prompt_ids, response_ids, logprobs), not {type(probe).__name__}"
@@ -184,8 +182,7 @@ class Weights(UserConfig):
     version staged before any loads it; the others then get no rows until they follow; 0: none. ``probe``: sequences
     published with the trainer's log-probs of each version; None: a default where bytes cannot be compared; False:
     none. ``verify``: checks of a load beyond names: "probe", "held" (see ``RolloutEngine``). Engines with log-probs
-    compare a probe in any case.
-    """
+    compare a probe in any case."""
 
     transport: str = "auto"
     dtype: str | None = None

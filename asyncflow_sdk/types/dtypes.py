@@ -1,9 +1,8 @@
 """Names of element types, in torch's spelling, with their numpy dtypes and safetensors codes.
 
-Element types unknown to numpy (``complex32``, packed 4-bit floats, torch's sub-byte integers of one byte each) get an
-opaque numpy dtype of the same size: their values are copied bit for bit and never interpreted. Quantised tensors are
-refused, because their values depend on a scale and a zero point stored beside the bytes.
-"""
+Element types unknown to numpy (``complex32``, packed 4-bit floats, torch's sub-byte integers of one byte each) get
+an opaque numpy dtype of the same size: their values are copied bit for bit and never interpreted. Quantised tensors
+are refused, because their values depend on a scale and a zero point stored beside the bytes."""
 
 from __future__ import annotations
 
@@ -94,8 +93,7 @@ def is_torch(value: object) -> bool:
 
 
 def storable(tensor: Any) -> str:
-    """Return the name of a torch tensor's dtype. Raises SchemaError for tensors without plain bytes: sparse,
-    quantised or meta tensors, and unknown dtypes."""
+    """Return the name of a tensor's dtype. Raises SchemaError for sparse, quantised, meta and unknown ones."""
     name = str(tensor.dtype).removeprefix("torch.")
     if tensor.is_quantized:
         raise SchemaError(f"a quantised tensor of {name} cannot be stored; store int_repr(), scale and zero point")

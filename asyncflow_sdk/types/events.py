@@ -1,7 +1,6 @@
 """Events of a run, the source of live views, reports and trackers.
 
-Times are seconds of CLOCK_MONOTONIC, which all processes of a host share.
-"""
+Times are seconds of CLOCK_MONOTONIC, which all processes of a host share."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ class Span(_Event, frozen=True, tag="span"):
 
 
 class StepTrained(_Event, frozen=True, tag="step"):
-    """A step was trained. ``metrics``: means over its rows and measurements of the engine, by name;
-    ``parts``: their number, of a step trained in parts."""
+    """A step was trained. ``metrics``: means over its rows and the engine's measurements, by name."""
 
     step: int
     version: int
@@ -139,8 +137,7 @@ class LeaseReturned(_Event, frozen=True, tag="returned"):
 
 
 class HomeState(_Event, frozen=True, tag="home"):
-    """A home of payload changed state: opened (a storage unit serves it), absent (its unit is gone).
-    ``detail``: the unit, or the reason."""
+    """A home of payload was opened by a storage unit, or is absent. ``detail``: the unit, or the reason."""
 
     home: int
     epoch: int
@@ -150,8 +147,7 @@ class HomeState(_Event, frozen=True, tag="home"):
 
 
 class HomeLost(_Event, frozen=True, tag="home_lost"):
-    """A home was given up: no block of this epoch is read again. ``rows_failed``: rows with columns in it that a task
-    still needed, and their groups."""
+    """A home was given up for this epoch. ``rows_failed``: rows with needed columns in it, and their groups."""
 
     home: int
     epoch: int
@@ -181,8 +177,7 @@ class Status(_Event, frozen=True, tag="status"):
 
 
 class Chosen(_Event, frozen=True, tag="chosen"):
-    """An automatic choice for ``what`` (transport, encoding, swap, …), with its reason. Made by the
-    driver, or by the worker if it depends on the engine."""
+    """An automatic choice of the driver or a worker for ``what`` (transport, encoding, swap, …), with its reason."""
 
     what: str
     chosen: str
@@ -198,23 +193,7 @@ class Note(_Event, frozen=True, tag="note"):
     lasting: bool = False
 
 
-Event: TypeAlias = (
-    Begun
-    | WorkerState
-    | Span
-    | StepTrained
-    | Evaluated
-    | Published
-    | Restored
-    | WeightState
-    | Committed
-    | Loaded
-    | RowsEnded
-    | LeaseReturned
-    | HomeState
-    | HomeLost
-    | Balanced
-    | Status
-    | Chosen
-    | Note
-)
+_WorkerEvent: TypeAlias = Begun | WorkerState | Span | StepTrained | Evaluated
+_WeightEvent: TypeAlias = Published | Restored | WeightState | Committed | Loaded
+_RowEvent: TypeAlias = RowsEnded | LeaseReturned | HomeState | HomeLost | Balanced | Status
+Event: TypeAlias = _WorkerEvent | _WeightEvent | _RowEvent | Chosen | Note

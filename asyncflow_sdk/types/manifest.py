@@ -1,9 +1,8 @@
 """Manifest: tensors, layout and digests of a version of the weights.
 
-A version's *tensors* lie in *chunks*: contiguous memory of up to CHUNK_BYTES, or of one larger
-tensor. Chunks are moved and hashed in *buckets* of ``bucket_bytes``, the last of a chunk shorter.
-Buckets split tensors; chunks do not. Each publishing rank writes its own manifest.
-"""
+A version's *tensors* lie in *chunks*: contiguous memory of up to CHUNK_BYTES, or of one larger tensor. Chunks are
+moved and hashed in *buckets* of ``bucket_bytes``, the last of a chunk shorter. Buckets split tensors; chunks do not.
+Each publishing rank writes its own manifest."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ _PIECE = 512 << 10  # pieces fit the CPU cache
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
     """A tensor or a piece of one, by its Hugging Face checkpoint name: ``shape`` elements of ``dtype`` in C order,
     ``offset`` bytes from the start of chunk ``chunk``. Tied weights share chunk and offset. For a piece, ``whole`` is
-    the shape of the whole tensor, and ``start`` the piece's first index in each dimension; both are empty for a whole
-    tensor."""
+    the shape of the whole tensor, and ``start`` the piece's first index in each dimension; else both are empty."""
 
     name: str
     dtype: str
@@ -123,8 +121,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
                 yield Bucket(number, index, start, min(start + self.bucket_bytes, chunk.nbytes))
 
     def check(self, bucket: Bucket, data: memoryview) -> None:
-        """Raise DigestMismatch, naming version, bucket and tensors, if ``data`` differ from the
-        published bytes. A version without digests passes."""
+        """Raise DigestMismatch if ``data`` differ from the published bytes. A version without digests passes."""
         digests = self.chunks[bucket.chunk].digests
         if not digests:
             return

@@ -1,8 +1,7 @@
 """Ragged: n arrays of different lengths as one buffer and n + 1 offsets, without padding.
 
 lengths = Ragged.of([[1, 2, 3], [4]]).lengths        # array([3, 1])
-flash_attn_varlen(q, k, v, ragged.cu_seqlens, ...)   # the packed form of attention kernels
-"""
+flash_attn_varlen(q, k, v, ragged.cu_seqlens, ...)   # the packed form of attention kernels"""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Reports of a queue: the balance of its rows, dead letters, waiting requests, and lengths.
 
 queue.audit().balanced        # True: rows put = live rows + rows in each terminal state
-queue.status().waiting        # {"train-0": "3 more rows of task reward"}
-"""
+queue.status().waiting        # {"train-0": "3 more rows of task reward"}"""
 
 from __future__ import annotations
 
@@ -112,8 +111,7 @@ class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class ParkedStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A parked request, waiting for ``since_s``, at most another ``left_s``. ``verb``: its command. ``why``: the
-    missing thing and its provider."""
+    """A request parked for ``since_s``, at most another ``left_s``. ``why``: the missing thing and its provider."""
 
     session: int
     name: str
@@ -154,16 +152,15 @@ class StatusReport(Reply, frozen=True, tag="status"):
     ``rows``: task → state → live rows. ``arrived`` and ``completed``: task → rows that became ready for it and rows
     it completed, since the start; differences between two reports are rates. ``waiting``: client name → the missing
     thing for its parked request, as text. ``sessions`` and ``parked``: at most 100 each, of ``session_count`` and
-    ``parked_count``. ``step``: being filled, of ``batch_rows`` rows; -1 without steps. ``over``: True once the stream
-    has ended. ``charged_bytes``, of ``capacity_bytes``: of live rows, with the reserve for their missing columns.
-    Known only to a server, else 0 or "": ``payload_bytes`` of live rows, ``held_bytes`` of shared memory,
+    ``parked_count``. ``step``: being filled, of ``batch_rows`` rows; -1 without steps. ``over``: True once the
+    stream has ended. ``charged_bytes``, of ``capacity_bytes``: of live rows, with the reserve for their missing
+    columns. Known only to a server, else 0 or "": ``payload_bytes`` of live rows, ``held_bytes`` of shared memory,
     ``written_bytes`` since the start, ``garbage`` messages, ``sdk``. ``versions``: kept versions, oldest first.
-    ``publisher``: the session in this role, or "". ``announced``: the version being written since ``announced_s``, or
-    -1. ``committed``: decided by quorum, or -1. ``held``: trained live rows not covered by a checkpoint.
+    ``publisher``: the session in this role, or "". ``announced``: the version being written since ``announced_s``,
+    or -1. ``committed``: decided by quorum, or -1. ``held``: trained live rows not covered by a checkpoint.
     ``checkpoint``: the next step after the newest checkpoint, or -1. ``staleness``: the policy's name, with its
     ``promise``. ``max_staleness``: -1 without steps. ``ages``: of the step in training, None before the first.
-    ``in_parts``: step and delivered rows of each step leased in parts. ``homes``: as in ``Audit``.
-    """
+    ``in_parts``: step and delivered rows of each step leased in parts. ``homes``: as in ``Audit``."""
 
     rows: dict[str, dict[str, int]]
     ended: dict[str, int]
@@ -212,8 +209,7 @@ class StatusReport(Reply, frozen=True, tag="status"):
 
 
 BINS_PER_DOUBLING = 8
-"""Bin b holds lengths from 2^(b/8) to below 2^((b+1)/8). Lengths up to 12 have their own bins;
-wider bins span 9 %."""
+"""Bin b holds lengths from 2^(b/8) to below 2^((b+1)/8): lengths up to 12 alone, others within 9 %."""
 
 
 def length_bins(lengths: npt.NDArray[np.int64]) -> dict[int, int]:

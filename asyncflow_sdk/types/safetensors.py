@@ -4,9 +4,8 @@
     header = read_header(file)                          # to read: header.tensors["w"].start
 
 A file holds the length of its header (8 bytes, little-endian), the header (JSON), and the tensors' bytes without
-gaps. Source: https://github.com/huggingface/safetensors#format. A dtype without a safetensors code is stored as bytes
-(U8) with one more dimension, and the metadata keep its name.
-"""
+gaps. Source: https://github.com/huggingface/safetensors#format. A dtype without a safetensors code is stored as
+bytes (U8) with one more dimension, and the metadata keep its name."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file, at bytes ``start`` to ``stop``. ``dtype``: its name, or its code if the
-    SDK has no name for it."""
+    """A tensor in a file, at bytes ``start`` to ``stop``. ``dtype``: its name; its code if it has none here."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -55,8 +53,7 @@ class Header:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A file to write. ``header``: its first bytes. ``offsets``: first byte of each tensor.
-    ``nbytes``: size of the file."""
+    """A file of ``nbytes`` to write. ``header``: its first bytes. ``offsets``: first byte of each tensor."""
 
     header: bytes
     offsets: dict[str, int]
@@ -76,8 +73,7 @@ def dtype_metadata(name: str, dtype: str) -> dict[str, str]:
 
 
 def encode_header(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str], align: int = 8) -> bytes:
-    """Return the header with its length field, padded so that the data start at a multiple of
-    ``align`` bytes. Empty metadata are left out."""
+    """Return the header with its length field, padded: data start at a multiple of ``align`` bytes."""
     text = msgspec.json.encode({**({METADATA: metadata} if metadata else {}), **tensors})
     text += b" " * (-(8 + len(text)) % align)
     return len(text).to_bytes(8, "little") + text

@@ -1,7 +1,6 @@
 """Validation of constructor arguments against the annotations of their parameters.
 
-check_types(Sampling, {"max_tokens": "8"})       # ConfigError: Sampling: max_tokens must be int, not str: '8'
-"""
+check_types(Sampling, {"max_tokens": "8"})       # ConfigError: Sampling: max_tokens must be int, not str: '8'"""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ def hint(name: str, known: Collection[str]) -> str:
 
 
 def place_of(made: Any, name: str, known: Collection[str]) -> str:
-    """Return a hint for an unknown argument of ``made``: its entry in the class's mapping ``elsewhere``, if there is
-    one, else the name meant, or all known ones."""
+    """Return a hint for an unknown argument of ``made``: by its ``elsewhere``, the name meant, or all names."""
     elsewhere: Mapping[str, str] = getattr(made, "elsewhere", {})
     return elsewhere.get(name) or hint(name, known) or f"it takes: {', '.join(known) or 'none'}"
 
@@ -97,9 +95,8 @@ class UserConfig:
 
 
 def check_types(made: type, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an argument of another type than its parameter's annotation. Checked
-    are numbers (numpy's too; a bool is not a number), text, bools, None, paths, functions, classes,
-    and lists and mappings of these; other annotations pass."""
+    """Raise ConfigError for an argument of another type than its parameter's annotation: numbers (numpy's too; a bool
+    is none), text, bools, None, paths, functions, classes, lists and mappings of these. Other annotations pass."""
     fits = _fits(made)
     for name, value in given.items():
         found = fits.get(name)
@@ -188,7 +185,6 @@ PLAIN: dict[Any, Fits] = {
     int: _is_instance((int, np.integer)),
     float: _is_instance((numbers.Real,)),
     bool: _is_instance((bool, np.bool_)),
-    None: lambda value: value is None,
     NoneType: lambda value: value is None,
     Any: lambda value: True,
     object: lambda value: True,
