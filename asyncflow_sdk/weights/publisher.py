@@ -26,15 +26,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import (
-    AsyncFlowError,
-    ConfigError,
-    DeadlineExceeded,
-    MemoryFull,
-    ServerLost,
-    WeightError,
-    WeightMismatch,
-)
+from .. import errors
 from ..interfaces import Publication, RollbackResult, WeightPublisher
 from ..interfaces.weights import NamedWeights
 from ..ledger import commands as cmd
@@ -78,13 +70,13 @@ class TransportPublication(Publication):
         """Return the manifest once the version is published; see ``Publication.wait``."""
         wait_for([self._result], timeout_s)
         if not self.done:
-            raise DeadlineExceeded(
+            raise errors.DeadlineExceeded(
                 f"version {self.version} is not published after {timeout_s:g} s: it is {self._stage}"
             )
         self.raised = True
         manifest = self._result.result()
         if self._lost:
-            raise WeightError(self._lost)
+            raise errors.WeightError(self._lost)
         return manifest
 
     # ---- called by the publisher
@@ -101,12 +93,12 @@ class TransportPublication(Publication):
         """Set ``error`` as the result. No effect once there is one."""
         what = f"version {self.version} failed while it was {self._stage}"
         try:
-            if not isinstance(error, AsyncFlowError):
-                raise WeightError(f"{what}: {type(error).__name__}: {error}") from error
+            if not isinstance(error, errors.AsyncFlowError):
+                raise errors.WeightError(f"{what}: {type(error).__name__}: {error}") from error
             if f"version {self.version}" not in str(error):
                 raise type(error)(f"{what}: {error}") from error
             explained: BaseException = error
-        except AsyncFlowError as named:
+        except errors.AsyncFlowError as named:
             explained = named
         with self._lock:
             if not self.done:
@@ -120,7 +112,7 @@ class TransportPublication(Publication):
         """Note that only the server's reply decides now. Raises WeightError after ``give_up``."""
         with self._lock:
             if self.done:
-                raise WeightError(f"version {self.version} was given up")
+                raise errors.WeightError(f"version {self.version} was given up")
             self.reported = True
 
     def give_up(self, error: BaseException) -> None:
@@ -188,7 +180,7 @@ class TransportPublisher(WeightPublisher):
             kept: list[tuple[Manifest, bytes]] = []
             for version, part in opened.kept:
                 if part.transport == transport:
-                    with contextlib.suppress(AsyncFlowError):  # a broken manifest of a former publisher
+                    with contextlib.suppress(errors.AsyncFlowError):  # a broken manifest of a former publisher
                         kept.append((decode_manifest(version, rank, part), part.where))
             self._sender.adopt(kept)
             undo.pop_all()
@@ -211,7 +203,7 @@ class TransportPublisher(WeightPublisher):
             probe = validate_probe(probe, scored=True)
         self._wait_for_delivery(f"version {version} cannot be published yet", self.timeout_s)
         if self._closed:
-            raise ConfigError(f"version {version}: this publisher is closed")
+            raise errors.ConfigError(f"version {version}: this publisher is closed")
         began = time.monotonic()
         self._stop_preparation()
         digests = BucketDigests(self._background) if self._digests else None
@@ -230,16 +222,16 @@ class TransportPublisher(WeightPublisher):
             self._free_all_but(announced.keep)
             sizes = writer.write(pairs, stable=stable)
             if not writer.tensors and self.world_size == 1:
-                raise WeightMismatch(f"version {version} has no tensors")
+                raise errors.WeightMismatch(f"version {version} has no tensors")
             self._sizes, self._delivery = writer.sizes, TransportPublication(version)
             self._newest = self._delivery
-            draft = Manifest(version, writer.tensors, tuple(map(Chunk, sizes)), BUCKET_BYTES, tuple(untrained))
+            draft = Manifest(version, tuple(writer.tensors), tuple(map(Chunk, sizes)), BUCKET_BYTES, tuple(untrained))
             self._background.submit(self._deliver, self._delivery, draft, digests, probe)
         except BaseException as error:
             self._delivery = None
             if digests is not None:
                 digests.cancel()
-            if announced is not None or not isinstance(error, AsyncFlowError):  # else it was refused
+            if announced is not None or not isinstance(error, errors.AsyncFlowError):  # else it was refused
                 self._withdraw(version, error)
             raise
         worker, took = self._connection.name, time.monotonic() - began
@@ -267,7 +259,7 @@ class TransportPublisher(WeightPublisher):
             self.flush()
         finally:
             if delivery is not None:
-                delivery.give_up(WeightError("the publisher was closed"))
+                delivery.give_up(errors.WeightError("the publisher was closed"))
             self._stop_preparation()
             self._background.shutdown(wait=False, cancel_futures=True)
             self._retire()
@@ -299,9 +291,9 @@ class TransportPublisher(WeightPublisher):
         except BaseException as error:
             if publication.done:  # given up, and the publisher is closed
                 return
-            if isinstance(error, ServerLost) and publication.reported:
+            if isinstance(error, errors.ServerLost) and publication.reported:
                 self._unconfirmed = version
-                error = ServerLost(f"{error}. Nobody knows whether it is current; the next publish finds out")
+                error = errors.ServerLost(f"{error}. Nobody knows whether it is current; the next publish finds out")
             else:
                 self._withdraw(version, error)
             publication.fail(error)
@@ -325,7 +317,7 @@ class TransportPublisher(WeightPublisher):
         behind which the lost one cannot arrive."""
         if self._unconfirmed is None:
             return
-        with contextlib.suppress(AsyncFlowError):
+        with contextlib.suppress(errors.AsyncFlowError):
             self.current = run_blocking(self._port.send(cmd.GetStatus())).version
             if self.current == self._unconfirmed:
                 self._note(f"version {self.current} is current: only the server's answer was lost")
@@ -336,13 +328,13 @@ class TransportPublisher(WeightPublisher):
         self._connection.report(ev.Note(time_s=time.monotonic(), worker=worker, text=text, level="warning"))
 
     def _prepare(self) -> None:
-        with contextlib.suppress(MemoryFull):  # raised again when the memory is needed
+        with contextlib.suppress(errors.MemoryFull):  # raised again when the memory is needed
             for _ in self._sender.prepare(self._sizes):
                 if self._memory_needed.is_set():
                     return
 
     def _retire(self) -> None:
-        with contextlib.suppress(AsyncFlowError):
+        with contextlib.suppress(errors.AsyncFlowError):
             run_blocking(self._port.send(cmd.ClosePublisher()))
 
     def _stop_preparation(self) -> None:
@@ -354,7 +346,7 @@ class TransportPublisher(WeightPublisher):
         with contextlib.suppress(Exception):
             self._sender.abandon()
         reason = f"{type(error).__name__}: {error}"
-        with contextlib.suppress(AsyncFlowError):
+        with contextlib.suppress(errors.AsyncFlowError):
             run_blocking(self._port.send(cmd.Withdraw(version=version, reason=reason[:1000])))
 
     def _wait_for_delivery(self, what: str, timeout_s: float) -> None:
@@ -363,8 +355,8 @@ class TransportPublisher(WeightPublisher):
         if delivery is not None and not delivery.raised:
             try:
                 delivery.wait(timeout_s)
-            except DeadlineExceeded as error:
-                raise DeadlineExceeded(f"{what}: {error}") from None
+            except errors.DeadlineExceeded as error:
+                raise errors.DeadlineExceeded(f"{what}: {error}") from None
             finally:
                 if delivery.done:
                     self._delivery = None
@@ -377,7 +369,7 @@ def version_number(version: Any) -> int:
     except TypeError:
         number = -1
     if not 0 <= number < 1 << 63:
-        raise ConfigError(f"the number of a version is an int of 0 or more, not {version!r}")
+        raise errors.ConfigError(f"the number of a version is an int of 0 or more, not {version!r}")
     return number
 
 
@@ -386,13 +378,13 @@ def _pairs(version: int, weights: Any) -> Iterator[tuple[str, Any]]:
     ConfigError for values that are neither a mapping nor pairs."""
     found = weights.items() if isinstance(weights, Mapping) else weights
     if not isinstance(found, Iterable) or isinstance(found, (str, bytes)):
-        raise ConfigError(f"version {version}: {_WANTED}, not {_describe(weights)}")
+        raise errors.ConfigError(f"version {version}: {_WANTED}, not {_describe(weights)}")
     return map(functools.partial(_pair, version), itertools.count(), found)
 
 
 def _pair(version: int, number: int, item: Any) -> tuple[str, Any]:
     if not isinstance(item, (tuple, list)) or len(item) != 2:
-        raise ConfigError(f"version {version}: {_WANTED}; item {number} is {_describe(item)}")
+        raise errors.ConfigError(f"version {version}: {_WANTED}; item {number} is {_describe(item)}")
     return item[0], item[1]
 
 

@@ -42,20 +42,18 @@ PIECE_BYTES = 512 << 10  # bytes hashed at a time: they are still in the cache
 
 
 class BucketDigests:
-    """The digests of one version, collected by ``add`` or ``add_memory`` for each bucket of a chunk, in any order and
-    thread."""
+    """The digests of one version, collected by ``add`` for each bucket of a chunk, in any order and thread."""
 
     def __init__(self, background: Executor) -> None:
         self._background = background
         self._found: dict[tuple[int, int], Future[bytes] | bytes] = {}
 
-    def add(self, chunk: int, bucket: int, found: bytes) -> None:
-        """Add the digest of a bucket."""
-        self._found[chunk, bucket] = found
-
-    def add_memory(self, chunk: int, bucket: int, memory: Any) -> None:
-        """Add the bytes of a bucket, to be hashed in the background."""
-        self._found[chunk, bucket] = self._background.submit(_digest, memory)
+    def add(self, bucket: _Bucket) -> None:
+        """Add the digest of a copied bucket. One without hasher is hashed in the background."""
+        found = bucket.hasher and bucket.hasher.digest()
+        memory = bucket.memory[bucket.start : bucket.stop]
+        place = bucket.chunk, bucket.start // BUCKET_BYTES
+        self._found[place] = found or self._background.submit(_digest, memory)
 
     def wait(self) -> list[tuple[bytes, ...]]:
         """Return the digests of each chunk's buckets, once all are hashed."""
@@ -190,8 +188,7 @@ class ChunkCopier:
         bucket, self._partial = self._partial, None
         assert bucket is not None
         if len(bucket.parts) > MANY_TENSORS or (not bucket.parts and bucket.hasher is None):
-            bucket.copy(self.with_nan)
-            self._finish(bucket)
+            self._copy(bucket)
             return
         self._todo.append(bucket)
         if self._helper is not None and len(self._todo) > 1 and (self._helping is None or self._helping.done()):
@@ -202,27 +199,17 @@ class ChunkCopier:
         """Copy buckets until only ``left`` are to be copied. Called by both threads."""
         while len(self._todo) > left:
             with contextlib.suppress(IndexError):  # the other thread took it
-                bucket = self._todo.popleft()
-                bucket.copy(self.with_nan)
-                self._finish(bucket)
+                self._copy(self._todo.popleft())
 
-    def _finish(self, bucket: _Bucket) -> None:
+    def _copy(self, bucket: _Bucket) -> None:
+        bucket.copy(self.with_nan)
         if self._digests is not None:
-            index = bucket.start // BUCKET_BYTES
-            if bucket.hasher is not None:
-                self._digests.add(bucket.chunk, index, bucket.hasher.digest())
-            else:
-                self._digests.add_memory(bucket.chunk, index, bucket.memory[bucket.start : bucket.stop])
+            self._digests.add(bucket)
 
 
 def chunk_capacity(chunk: int) -> int:
     """Return the size of chunk number ``chunk`` in bytes, unless one tensor is larger."""
     return min(FIRST_CHUNK_BYTES << min(chunk, 16), CHUNK_BYTES)
-
-
-def padded(nbytes: int) -> int:
-    """Round a size up to the alignment of tensors."""
-    return -(-nbytes // ALIGN) * ALIGN
 
 
 class VersionWriter:
@@ -248,14 +235,9 @@ class VersionWriter:
         self._used = 0  # of the last room, in bytes
         self.sizes: list[int] = []
         """The chunk sizes of a version like this one."""
-        self._tensors: list[TensorInfo] = []
+        self.tensors: list[TensorInfo] = []
         self._names: dict[tuple[str, tuple[int, ...]], str] = {}  # published name and start → given name
         self._seen: dict[tuple[Any, ...], tuple[TensorInfo, Callable[[], bool]]] = {}
-
-    @property
-    def tensors(self) -> tuple[TensorInfo, ...]:
-        """Return the tensors written so far."""
-        return tuple(self._tensors)
 
     def write(self, weights: Iterable[tuple[str, Any]], *, stable: bool = False) -> list[int]:
         """Copy all tensors, and return the size of each chunk. Each tensor is released before the next is requested,
@@ -298,7 +280,7 @@ class VersionWriter:
                 info = self._tied(info, source) or self._written(info, source)
             except MemoryFull as error:
                 raise MemoryFull(f"version {self._version}: tensor {name!r}: {error}") from None
-        self._tensors.append(info)
+        self.tensors.append(info)
 
     def _published_name(self, name: str, shard: Shard | None) -> str:
         """Return the published name. Raises SchemaError, and WeightMismatch for a duplicate."""
@@ -342,7 +324,7 @@ class VersionWriter:
         return msgspec.structs.replace(info, chunk=there.chunk, offset=there.offset)
 
     def _written(self, info: TensorInfo, source: TensorSource) -> TensorInfo:
-        size = padded(info.nbytes)
+        size = -(-info.nbytes // ALIGN) * ALIGN
         if self.sizes and self.sizes[-1] + size <= chunk_capacity(len(self.sizes) - 1):
             self.sizes[-1] += size
         else:
