@@ -1,19 +1,16 @@
 """The ledger: a pure state machine over rows, tasks, leases, steps and versions."""
 
-from ..types.reports import TERMINAL, Audit, FailedGroup, StatusReport
+from ..types.reports import TERMINAL, Audit, StatusReport
 from ..types.tasks import TaskSpec
-from .commands import AnyCommand, AnyReply, pack_ids, unpack_ids
+from .commands import pack_ids, unpack_ids
 from .ledger import Ledger
 from .state.context import Effects
 from .state.steps import Window
 
 __all__ = [
     "TERMINAL",
-    "AnyCommand",
-    "AnyReply",
     "Audit",
     "Effects",
-    "FailedGroup",
     "Ledger",
     "StatusReport",
     "TaskSpec",

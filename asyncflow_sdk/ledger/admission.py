@@ -15,14 +15,13 @@ from .configuration import check_groups_fill
 from .deal import deal
 from .pins import VersionPins
 from .samplers import TaskSamplers
-from .staleness import StalenessControl
 from .state import LedgerState
 from .state.context import Placed
 from .state.idempotency import DIGEST_BYTES
 from .state.rows import NONE
 from .state.sessions import DealtPart, Grant, Session, ShardedLease
 from .state.tasks import READY, SELECTED, WAITING, Task
-from .terminations import CANCELLED, Terminations
+from .terminations import CANCELLED
 
 
 class LeaseAdmission:
@@ -30,18 +29,11 @@ class LeaseAdmission:
 
     A step may be leased in parts, while the rest of it is still being selected. A part contains whole groups already
     selected for the step, so the staleness rule does not change. All parts of a step have one token. The step keeps
-    its parts: if the lease is lost, the next one gets the same parts again, with the same shards for as many ranks."""
+    its parts: if the lease is lost, the next one gets the same parts, with the same shards for as many ranks."""
 
-    def __init__(
-        self,
-        state: LedgerState,
-        assembly: StepAssembly,
-        staleness: StalenessControl,
-        samplers: TaskSamplers,
-        pins: VersionPins,
-    ) -> None:
-        self._state, self._assembly, self._staleness, self._samplers = state, assembly, staleness, samplers
-        self._pins = pins
+    def __init__(self, state: LedgerState, assembly: StepAssembly, samplers: TaskSamplers, pins: VersionPins) -> None:
+        self._state, self._assembly, self._staleness = state, assembly, assembly.staleness
+        self._samplers, self._pins = samplers, pins
 
     def check(self, task: Task, command: cmd.LeaseRows) -> None:
         """Raise SchemaError for a request that can never be granted."""
@@ -55,14 +47,10 @@ class LeaseAdmission:
         if not 0 <= command.at_least <= most:
             raise SchemaError(f"at_least is a number of rows up to {most}, not {command.at_least}")
         if command.at_least > capacity:
-            raise SchemaError(
-                f"at_least={command.at_least} rows are never ready together: the queue holds"
-                f" {capacity} (capacity_rows)"
-            )
+            text = f"the queue holds {capacity} (capacity_rows)"
+            raise SchemaError(f"at_least={command.at_least} rows are never ready together: {text}")
         if command.at_least and spec.admits:
-            raise SchemaError(
-                f"task {spec.name!r} grants whole groups within the staleness rule; it takes no at_least"
-            )
+            raise SchemaError(f"task {spec.name!r} grants groups within the staleness rule, and takes no at_least")
         for column in command.columns or ():
             if column not in spec.needs:
                 needs = ", ".join(map(repr, spec.needs))
@@ -105,52 +93,47 @@ class LeaseAdmission:
 
     def _more_come(self, partition: int) -> bool:
         """True if rows may come in a partition without a loss."""
-        fed = partition or not self._state.parked.feeder_is_done
-        return bool(fed) and not self._state.partitions.closed(partition)
+        fed, partitions = partition or not self._state.parked.feeder_is_done, self._state.partitions
+        return bool(fed) and not partitions.closed(partitions.names[partition])
 
-    def grant(self, session: Session, task: Task, ids: Ids, step: int = NONE, version: int | None = None, shards: ShardedLease | None = None) -> cmd.Leased:  # fmt: skip
-        """Lease rows to a session, or to the sessions of ``shards``. ``version``: loaded by the replica."""
+    def grant(
+        self, session: Session, task: Task, ids: Ids, step: int, loaded: int = NONE, group: ShardedLease | None = None
+    ) -> cmd.Leased:
+        """Lease rows to a session, or to the sessions of ``group``. ``loaded``: the version of prompts."""
         versions = self._state.versions
         if step != NONE:
             self._assembly.lease(step)
-        if version is not None:
-            if session.claimed:
-                session.load(session.loaded)
-                versions.name_zero(own=True)
-        else:
-            version = NONE if step == NONE else self._assembly.version_of(step)
-        grant = self._state.leases.add(session, task, ids, step, version, len(versions.lineage.changes), shards)
+            loaded = self._assembly.version_of(step)
+        elif loaded != NONE and session.claimed:
+            session.load(loaded)
+            versions.name_zero(own=True)
+        grant = self._state.leases.add(session, task, ids, step, loaded, len(versions.lineage.changes), group)
         return self._leased(task, grant, ids)
 
     def _leased(self, task: Task, grant: Grant, ids: Ids) -> cmd.Leased:
-        """Return the reply for newly leased rows."""
         rows, lineage, in_step = self._state.rows, self._state.versions.lineage, grant.step != NONE
-        at = ids - rows.base
+        at, names = ids - rows.base, self._state.partitions.names
         if in_step:
             self._state.metrics.note_ages(rows.at(grant.ids), grant.step, lineage)
         return cmd.Leased(
             token=grant.token, task=grant.task, ids=pack_ids(ids), groups=pack_ids(rows.first[at]), step=grant.step,
-            version=grant.newest, lease_s=task.spec.lease_s, partition=self._state.partitions.name_of(ids),
+            version=grant.newest, lease_s=task.spec.lease_s, partition=names[rows.partition[at[0]]] if at.size else "",
             version_step_offsets=lineage.offsets if in_step else (),
             completed_at=pack_ids(rows.current[at]) if in_step else b"",
         )  # fmt: skip
 
     # ---- prompts
 
-    def lease_prompts(
-        self, session: Session, task: Task, command: cmd.LeaseRows, *, swapping: bool
-    ) -> cmd.Reply | None:
-        """Lease whole groups under the staleness rule. ``swapping``: the replica may load now."""
+    def lease_prompts(self, session: Session, task: Task, command: cmd.LeaseRows) -> cmd.Reply | None:
+        """Lease whole groups under the staleness rule."""
         count = command.count
         if command.most:
-            if swapping:
-                return None  # it would have to return them; other replicas can start them now
             held = sum(grant.left for grant in session.leases.values() if grant.task == command.task)
             count = max(count, command.most - held)
         reply = self._lease_admitted(session, task, command.partition, count)
         starved = isinstance(reply, cmd.LoadFirst)  # it has to load before it gets prompts, so it may load at once
         if session.replica is not None and session.replica.starved != starved:
-            session.replica.starve(starved)
+            session.follow(starved=starved)
             if starved:
                 self._state.context.wake("swap")
         return None if command.most and starved else reply
@@ -174,7 +157,7 @@ class LeaseAdmission:
             return cmd.LoadFirst(version=versions.committed if loaded < versions.committed else versions.current)
         for partition in task.next_partitions(named):
             if self._state.steps.task.takes(partition):
-                reply = reply or self._lease_in_window(session, task, loaded, partition, count)
+                reply = reply or self._lease_fresh(session, task, loaded, partition, count)
             else:
                 reply = self._lease_apart(session, task, loaded, partition, count) or reply
             if isinstance(reply, cmd.Leased):
@@ -190,11 +173,9 @@ class LeaseAdmission:
         if not ids.size:
             return None
         self._state.versions.admit(ids, loaded)
-        return self.grant(session, task, ids, version=loaded)
+        return self.grant(session, task, ids, NONE, loaded)
 
-    def _lease_in_window(
-        self, session: Session, task: Task, loaded: int, partition: int, count: int
-    ) -> cmd.Reply | None:
+    def _lease_fresh(self, session: Session, task: Task, loaded: int, partition: int, count: int) -> cmd.Reply | None:
         versions, rows, limit = self._state.versions, self._state.rows, self._state.limits.max_staleness
         ready, redo = task.queue(partition), task.redo.setdefault(partition, deque())
         for _ in range(len(redo)):  # rows lost by another replica keep their deadline
@@ -210,7 +191,7 @@ class LeaseAdmission:
                 redo.rotate(-1)  # begun by a lost version of a later step: a later version continues it
                 continue
             redo.popleft()
-            return self.grant(session, task, ids, version=loaded)
+            return self.grant(session, task, ids, NONE, loaded)
         if not ready:
             return None
         deadline = versions.lineage.step(loaded) + limit
@@ -218,7 +199,7 @@ class LeaseAdmission:
         if ids.size:
             versions.admit(ids, loaded, deadline)
             self._state.steps.window.admit(ids.size, deadline)
-            return self.grant(session, task, ids, version=loaded)
+            return self.grant(session, task, ids, NONE, loaded)
         group = ready.peek_group()
         deadline = versions.lineage.step(versions.current) + limit
         if group.size and versions.current > loaded and self._staleness.admittable(deadline) >= group.size:
@@ -248,10 +229,8 @@ class LeaseAdmission:
         held = ("", 1, 1) if shards is None else (shards.group, shards.size, len(shards.bounds) - 1)
         asked = (command.group if size > 1 else "", size, command.shards or size)
         if asked != held:
-            raise SchemaError(
-                f"lease {grant.token} is of group {held[0]!r} with {held[1]} ranks and {held[2]} shards, and not of"
-                f" {asked[0]!r} with {asked[1]} and {asked[2]}"
-            )
+            texts = ("{!r} with {} ranks and {} shards".format(*group) for group in (held, asked))
+            raise SchemaError(f"lease {grant.token} is of group {', and not of '.join(texts)}")
         if self._state.steps.delivered_whole(grant):
             raise SchemaError(f"step {grant.step} is delivered whole under lease {grant.token}; acknowledge it")
         self._staleness.check()
@@ -264,43 +243,34 @@ class LeaseAdmission:
         step = steps.next_to_lease() if grant is None else grant.step
         if step is None:
             return None
-        number, known = (0 if grant is None else grant.parts), steps.parts.get(step, [])
-        if number < len(known):
-            part = known[number]
-            return step, part if part.shards == shards else self._deal(part.ids, shards, number)
-        if step == steps.window.step:
-            filled = steps.window.batch_rows - steps.window.free
-            if filled - (0 if grant is None else grant.left) < max(command.at_least, 1):
-                return None
-        ids = steps.rows_of(step)
-        return step, self._deal(ids[steps.task.state[rows.at(ids)] == SELECTED], shards, number)
-
-    def _deal(self, ids: Ids, shards: int, number: int) -> DealtPart:
-        if shards == 1:
-            return DealtPart(ids, [0, ids.size])
-        return deal(self._state.rows, self._state.steps.task, ids, shards, whole_groups=True, first=number)
+        number, left = (0, 0) if grant is None else (grant.parts, grant.left)
+        filled = steps.window.batch_rows - steps.window.free - left
+        if number < len(known := steps.parts.get(step, [])):
+            if len(known[number].bounds) == shards + 1:
+                return step, known[number]
+            ids = known[number].ids
+        elif step == steps.window.step and filled < max(command.at_least, 1):
+            return None
+        else:
+            ids = steps.rows_of(step)
+            ids = ids[steps.task.state[rows.at(ids)] == SELECTED]
+        return step, deal(rows, steps.task, ids, shards, whole_groups=True, first=number)
 
     def deliver_part(
-        self,
-        session: Session,
-        task: Task,
-        grant: Grant | None,
-        step: int,
-        part: DealtPart,
-        shards: ShardedLease | None = None,
+        self, session: Session, grant: Grant | None, step: int, part: DealtPart, group: ShardedLease | None = None
     ) -> cmd.LeasedPart:
-        """Lease a part found by ``find_part``. ``shards``: of a new lease of a rank group."""
+        """Lease a part found by ``find_part``. ``group``: the ranks of a new lease of a rank group."""
         steps, leases, number = self._state.steps, self._state.leases, 0 if grant is None else grant.parts
         steps.deliver(step, number, part)
         if grant is None:
-            leased = self.grant(session, task, part.ids, step, shards=shards)
+            leased = self.grant(session, steps.task, part.ids, step, group=group)
             grant = leases.by_token[leased.token]
             grant.begin_parts()
         else:
             grant.extend(part)
             leases.renew(grant)
-            task.grant(part.ids, grant.token)
-            leased = self._leased(task, grant, part.ids)
+            steps.task.grant(part.ids, grant.token)
+            leased = self._leased(steps.task, grant, part.ids)
         return cmd.LeasedPart(**msgspec.structs.asdict(leased), part=number, last=steps.delivered_whole(grant))
 
     def waits_for_part(self, grant: Grant) -> bool:
@@ -313,10 +283,8 @@ class LeaseAdmission:
 class Puts:
     """Adds rows within the limits of the queue."""
 
-    def __init__(
-        self, state: LedgerState, terminations: Terminations, assembly: StepAssembly, pins: VersionPins
-    ) -> None:
-        self._state, self._terminations, self._assembly, self._pins = state, terminations, assembly, pins
+    def __init__(self, state: LedgerState, assembly: StepAssembly, pins: VersionPins) -> None:
+        self._state, self._terminations, self._assembly, self._pins = state, assembly.terminations, assembly, pins
 
     def put(self, command: cmd.AddRows) -> cmd.Reply | None:
         """Add rows. None if there is no room yet."""
@@ -325,11 +293,11 @@ class Puts:
             raise SchemaError(f"a put needs rows; this one has {command.groups} groups of {command.group_size}")
         if command.digest and len(command.digest) != DIGEST_BYTES * len(command.columns):
             raise SchemaError(f"the digest of {len(command.columns)} columns is not {len(command.digest)} bytes")
-        lacking = state.keys.lacking(command) if command.key else None
-        if lacking is not None and not lacking.size:
-            known = state.keys.get(command.key)
-            assert known is not None
-            return cmd.PutDone(first=known.first, count=known.size, again=True)
+        lacking: Ids | None = None
+        if command.key and (known := state.keys.get(command.key)) is not None:
+            lacking = state.keys.lacking(known, command)
+            if not lacking.size:
+                return cmd.PutDone(first=known.first, count=known.size, again=True)
         count = (command.groups if lacking is None else lacking.size) * command.group_size
         takers = state.tasks.takers(command.partition)
         trained = bool(takers) and takers[-1].makes_steps
@@ -350,7 +318,10 @@ class Puts:
             state.context.wake_puts()  # a parked put with the same key need not wait
         if command.block is not None:
             state.context.effects.placed.append(Placed(ids, command.block, of_group))
-        self._assembly.make_ready_new(takers, ids, bits)
+        for task in takers:
+            need = int(task.need)
+            if bits & need == need:
+                self._assembly.ready(task, ids)
         if command.version != NONE:
             self._pins.add(command)
         return cmd.PutDone(first=first, count=count, again=False, groups=pack_ids(groups) if again else b"")
@@ -361,7 +332,8 @@ class Puts:
         if bool(command.ids) + bool(command.key) + (command.partition is not None) != 1:
             raise SchemaError("cancel rows by one of: ids, key, partition")
         if command.partition is not None:
-            return cmd.Cancelled(count=terminations.cancel_live(command.partition, command.reason))
+            number = self._state.partitions.number(command.partition)
+            return cmd.Cancelled(count=terminations.end_live(number, CANCELLED, command.reason))
         if command.key:
             if self._state.keys.get(command.key) is None:
                 raise SchemaError(f"no put with key {command.key[:200]!r} is remembered")
@@ -379,11 +351,13 @@ class Puts:
         """End the stream or one partition."""
         if command.partition == "*":
             raise SchemaError('"*" is no partition; end them one by one, or all with no name')
-        self._state.partitions.end(*(() if command.partition is None else [command.partition]))
-        if self._pins.end(command.partition) and self._assembly.supply_ended():
-            self._state.partitions.end()
+        partitions = self._state.partitions
+        number = None if command.partition is None else partitions.number(command.partition)
+        partitions.end(*(() if command.partition is None else [command.partition]))
+        if self._pins.end(number) and self._assembly.supply_ended():
+            partitions.end()
         if command.cancel:
-            self._terminations.cancel_live(command.partition, "cancelled at the end")
+            self._terminations.end_live(number, CANCELLED, "cancelled at the end")
         self._state.parked.wake_all()
         return cmd.Done()
 
@@ -399,14 +373,8 @@ class Puts:
         count = steps.window.wanted - steps.unselected if steps.declared else 0
         return cmd.RowsWanted(count=count) if count > 0 else None
 
-    def in_line(self) -> bool:
-        """True if no put may overtake a waiting one. Rows missing in the open step may: otherwise a
-        put with no room beside that step would stop the run."""
-        return not self._state.steps.lacks_rows
-
     def _check(self, command: cmd.AddRows, count: int, takers: list[Task], *, trained: bool) -> None:
-        """Raise Ended, SchemaError or ConfigError for rows that can never be added."""
-        limits = self._state.limits
+        limits, rows = self._state.limits, self._state.limits.capacity_rows
         if self._state.partitions.ended:
             raise Ended("the stream has ended; nothing more can be put")
         if command.partition in self._state.partitions.ended_names:
@@ -417,17 +385,12 @@ class Puts:
             raise SchemaError('"*" is no partition: a task names it to take all of them; put rows in one')
         if command.block is not None and command.block.rows != command.groups:
             raise SchemaError(f"{command.groups} groups are put with {command.block.rows} values")
-        if count > limits.capacity_rows:
-            raise SchemaError(
-                f"{count} rows in one put are more than the whole queue holds (capacity_rows="
-                f"{limits.capacity_rows}); put fewer at a time"
-            )
-        nbytes = max(count * limits.row_bytes, command.nbytes)
-        if nbytes > limits.capacity_bytes:
-            raise SchemaError(
-                f"{count} rows of {nbytes} bytes are more than the whole queue"
-                f" holds (capacity_bytes={limits.capacity_bytes}); put fewer at a time"
-            )
+        if count > rows:
+            raise SchemaError(f"{count} rows in one put do not fit (capacity_rows={rows}); put fewer at a time")
+        nbytes, room = max(count * limits.row_bytes, command.nbytes), limits.capacity_bytes
+        if nbytes > room:
+            text = f"{count} rows of {nbytes} bytes are more than the whole queue holds (capacity_bytes={room})"
+            raise SchemaError(f"{text}; put fewer at a time")
         self._check_group_size(command, takers, trained=trained)
         if not command.columns:
             raise SchemaError("a put needs at least one column")
@@ -436,24 +399,22 @@ class Puts:
         self._state.columns.check(command.columns)
 
     def _check_group_size(self, command: cmd.AddRows, takers: list[Task], *, trained: bool) -> None:
-        """Raise ConfigError if groups of this size would leave steps that cannot fill."""
-        sizes, alike = self._state.partitions.group_sizes, [command.partition]
+        sizes, size, alike = self._state.partitions.group_sizes, command.group_size, [command.partition]
         if trained:
-            check_groups_fill(self._state.steps.window.batch_rows, command.group_size)
+            check_groups_fill(self._state.steps.window.batch_rows, size)
             alike = [name for name in sizes if self._state.steps.task.spec.takes(name)]
-        grouped = any(task.grouped for task in takers)
-        for name in alike:
-            if grouped and (size := sizes.get(name, command.group_size)) != command.group_size:
-                raise ConfigError(
-                    f"this run has groups of {size}; groups of {command.group_size} would leave steps that cannot fill"
-                )
+        others = [sizes[name] for name in alike if sizes.get(name, size) != size]
+        if others and any(task.grouped for task in takers):
+            raise ConfigError(
+                f"this run has groups of {others[0]}; groups of {size} would leave steps that cannot fill"
+            )
 
     def _fits(self, command: cmd.AddRows, count: int, *, trained: bool) -> bool:
         limits, budget = self._state.limits, self._state.budget
         if budget.occupied + count > limits.capacity_rows:
             return False
         first = self._state.parked.first("put")
-        if first is not None and first.command is not command and not (trained and not self.in_line()):
+        if first is not None and first.command is not command and not (trained and self._state.steps.lacks_rows):
             return False  # small puts must not overtake a large one for ever
         if budget.charged + max(count * budget.reserve, command.nbytes) <= limits.capacity_bytes:
             return True

@@ -18,18 +18,11 @@ from .terminations import CANCELLED, EXPIRED, Terminations
 
 
 class StepAssembly:
-    """Makes rows ready and fills steps."""
+    """Makes rows ready and fills steps. ``staleness``, ``terminations``: the rules that it needs, for later ones."""
 
     def __init__(self, state: LedgerState, staleness: StalenessControl, terminations: Terminations) -> None:
-        self._state, self._staleness, self._terminations = state, staleness, terminations
+        self._state, self.staleness, self.terminations = state, staleness, terminations
         self._rows, self._tasks, self._steps, self._versions = state.rows, state.tasks, state.steps, state.versions
-
-    def make_ready_new(self, takers: list[Task], ids: Ids, have: int) -> None:
-        """Hand new rows of a partition with some columns to the tasks of that partition."""
-        for task in takers:
-            need = int(task.need)
-            if have & need == need:
-                self._ready(task, ids)
 
     def make_ready(self, ids: Ids, before: Any, written: int) -> None:
         """Hand rows with columns ``before``, and now ``written``, too, to each task whose needs are now met."""
@@ -39,14 +32,14 @@ class StepAssembly:
                 others = np.uint64(need & ~written)
                 fresh = ((before & others) == others) & (task.state[ids - self._rows.base] != APART)
                 if (where := fresh.nonzero()[0]).size:
-                    self._ready(task, ids[where])
+                    self.ready(task, ids[where])
 
     def make_ready_in(self, task: Task, ids: Ids) -> None:
         """Hand rows to a new task, if its needs are met."""
         at = self._rows.at(ids)
         fresh = ((self._rows.columns[at] & task.need) == task.need) & (task.state[at] != APART)
         if fresh.any():
-            self._ready(task, ids[fresh])
+            self.ready(task, ids[fresh])
 
     def cancel_broken_groups(self, spec: TaskSpec) -> None:
         """Cancel groups with ended rows before a task is declared: they never become whole in it."""
@@ -56,20 +49,22 @@ class StepAssembly:
                 _, group, present = np.unique(rows.first[rows.at(ids)], return_inverse=True, return_counts=True)
                 broken = ids[present[group] < rows.size[rows.at(ids)]]
                 reason = f"other rows of their group had ended before task {spec.name!r} was declared"
-                self._terminations.end_groups(broken, CANCELLED, reason)
+                self.terminations.end_groups(broken, CANCELLED, reason)
 
     def refill(self) -> None:
         """Update the open step: evict late rows and select ready ones."""
-        excused, steps = self._terminations.excused, self._steps
+        excused, steps = self.terminations.excused, self._steps
         while excused:  # groups no longer wait for rows that ended before they became ready
             name, ids = excused.pop()
-            self._ready(self._tasks[name], ids[self._rows.at(ids) >= 0])
+            self.ready(self._tasks[name], ids[self._rows.at(ids) >= 0])
         if not steps.declared:
             return
-        while steps.just_closed or steps.reselect:
-            if steps.take_just_closed():
+        while steps.due:
+            if "evict" in steps.due:
+                steps.due.remove("evict")
                 self._evict()
-            if steps.take_reselect():
+            if "select" in steps.due:
+                steps.due.remove("select")
                 self._select()
         if not steps.window.finished:
             if steps.task.closed and steps.lacks_rows:
@@ -91,7 +86,8 @@ class StepAssembly:
         last = self._steps.unselected + window.batch_rows - window.free  # outside full steps
         return last >= window.batch_rows or task.left() > last
 
-    def _ready(self, task: Task, ids: Ids) -> None:
+    def ready(self, task: Task, ids: Ids) -> None:
+        """Hand rows with the needed columns to a task."""
         ids = task.ready(ids)
         if not task.makes_steps or not ids.size:
             return
@@ -101,7 +97,6 @@ class StepAssembly:
         self._select()
 
     def _select(self) -> None:
-        """Fill the step with ready groups, earliest deadline first, as far as the policy allows."""
         steps, window = self._steps, self._steps.window
         moved = True
         while moved and not window.finished:
@@ -109,7 +104,7 @@ class StepAssembly:
             for deadline in sorted(steps.ready, key=lambda d: (d is None, d)):
                 if not steps.ready[deadline]:
                     continue
-                room = self._staleness.selectable(deadline)
+                room = self.staleness.selectable(deadline)
                 ids = steps.ready[deadline].take(room, room)
                 if not ids.size:
                     continue
@@ -123,18 +118,18 @@ class StepAssembly:
 
     def _close_step(self) -> None:
         steps = self._steps
-        steps.close(checkpoints=self._state.limits.checkpoints, bounded=self._staleness.rule.bounded)
+        steps.close(checkpoints=self._state.limits.checkpoints, bounded=self.staleness.rule.bounded)
         self._state.context.wake(steps.task.place, "put", "wanted")
         if steps.window.finished:
             live = self._rows.live_ids()
             unselected = live[steps.unselected_at(self._rows.at(live))]
-            self._terminations.end_groups(unselected, CANCELLED, "more than the steps needed")
+            self.terminations.end_groups(unselected, CANCELLED, "more than the steps needed")
             self._state.parked.wake_all()
 
     def _evict(self) -> None:
         """Expire rows too late for the open step, also while they are generated."""
-        steps, rows, rule = self._steps, self._rows, self._staleness.rule
-        if steps.window.finished or not steps.window.under_way or not (late := self._staleness.late()):
+        steps, rows, rule = self._steps, self._rows, self.staleness.rule
+        if steps.window.finished or not steps.window.under_way or not (late := self.staleness.late()):
             return
         live = rows.live_ids()
         at = rows.at(live)
@@ -142,15 +137,14 @@ class StepAssembly:
         reason = f"given up by staleness policy {rule.spec.name!r}"
         if max(late) < steps.window.step:
             reason = f"older than max_staleness {self._state.limits.max_staleness} (policy {rule.spec.name!r})"
-        self._terminations.end_groups(live[admitted & np.isin(rows.deadline[at], late)], EXPIRED, reason)
+        self.terminations.end_groups(live[admitted & np.isin(rows.deadline[at], late)], EXPIRED, reason)
 
     def _cancel_remainder(self) -> None:
-        """Cancel rows too few to fill the open step, the last one of an ended stream."""
         steps, rows = self._steps, self._rows
         live = rows.live_ids()
         at = rows.at(live)
         remainder = steps.unselected_at(at) | (rows.step[at] == steps.window.step)
-        self._terminations.end_groups(live[remainder], CANCELLED, "too few to fill a step")
+        self.terminations.end_groups(live[remainder], CANCELLED, "too few to fill a step")
         steps.window.stop()
 
     # ---- versions of steps: they diverge after rollbacks, and when steps are trained again

@@ -5,8 +5,7 @@ filtered, when a checkpoint covers their step. Until then the step can be leased
 order. So a row ends once, and never returns after its end.
 
     steps:      0 ... 39 | 40 ... 46 | 47          a checkpoint of step 40, 46 acknowledged, 47 being filled
-    Resume(40):            40 ... 46   are leased again; 47 continues to fill. They train versions with new numbers.
-"""
+    Resume(40):            40 ... 46   are leased again; 47 continues to fill. They train versions of new numbers."""
 
 from __future__ import annotations
 
@@ -21,42 +20,34 @@ from .publication import VersionPublication
 from .state import LedgerState
 from .state.rows import NONE
 from .state.sessions import Session
-from .terminations import FILTERED, Terminations
+from .terminations import FILTERED
 
 
 class StepCheckpoints:
     """Covers steps, and resumes from a checkpoint."""
 
     def __init__(
-        self,
-        state: LedgerState,
-        terminations: Terminations,
-        completion: RowCompletion,
-        publication: VersionPublication,
-        payload_loss: PayloadLoss,
+        self, state: LedgerState, completion: RowCompletion, publication: VersionPublication, losses: PayloadLoss
     ) -> None:
-        self._state, self._terminations = state, terminations
-        self._completion, self._publication, self._payload_loss = completion, publication, payload_loss
+        self._state, self._completion, self._publication, self._losses = state, completion, publication, losses
 
     def position(self) -> cmd.Reply:
         """Return the position of training."""
         steps, versions = self._state.steps, self._state.versions
         step = steps.next_to_train() if steps.declared else 0
+        version = NONE if versions.current == NONE else versions.lineage.version(step)
+        put, saves, restore = self._state.budget.put, self._state.limits.checkpoints, versions.to_restore
         return cmd.TrainingPosition(
-            step=step, version=NONE if versions.current == NONE else versions.lineage.version(step), covered=steps.covered,
-            put=self._state.budget.put, checkpoints=self._state.limits.checkpoints, restore=versions.to_restore,
-        )  # fmt: skip
+            step=step, version=version, covered=steps.covered, put=put, checkpoints=saves, restore=restore
+        )
 
     def add(self, command: cmd.AddCheckpoint) -> cmd.Reply:
         """Record a checkpoint."""
         self._check_resumable()
         steps, following = self._state.steps, self._state.steps.next_to_train()
         if not 0 <= command.covers <= command.step <= following:
-            raise ConfigError(
-                f"a checkpoint of step {command.step} cannot cover the steps before {command.covers}: step"
-                f" {following} is the first that is not acknowledged; acknowledge a step before a checkpoint that"
-                " has trained it is made"
-            )
+            text = f"a checkpoint of step {command.step} cannot cover the steps before {command.covers}"
+            raise ConfigError(f"{text}: acknowledge step {following} before its checkpoint")
         steps.save(command.step, command.version, command.covers)
         if command.covers > steps.covered:
             rows, ids = self._state.rows, steps.cover(command.covers)
@@ -64,7 +55,7 @@ class StepCheckpoints:
             self._state.budget.hold(-int(np.count_nonzero(rows.todo[at] == 0)))
             dropped = ids[rows.fate[at] == FILTERED]
             if len(dropped):
-                self._terminations.finish(dropped, FILTERED, NO_GRADIENT)
+                self._completion.terminations.finish(dropped, FILTERED, NO_GRADIENT)
             self._completion.consume(ids, at)
         return cmd.Done()
 
@@ -79,12 +70,10 @@ class StepCheckpoints:
             self._completion.void(grant, f"{session.name} resumes with step {step}", blame=False)
         versions = self._state.versions
         versions.restore()  # the checkpoint's version was not given up
-        steps.forget_saved(after=step)
         rows, again = self._state.rows, steps.requeue(step)
-        self._state.budget.hold(-int(np.count_nonzero(rows.todo[rows.at(again)] == 0)))
-        steps.again(again)
+        self._state.budget.hold(-int(np.count_nonzero(rows.todo[rows.at(again)] == 1)))  # complete until now
         version, publish = self._continue_from(step, command.version, session.name)
-        self._payload_loss.end_holes()
+        self._losses.end_holes()
         self._state.context.wake(steps.task.place)
         self._state.tasks.wake_replicas()
         return cmd.Resumed(step=step, version=version, publish=publish, again=len(again))
@@ -102,18 +91,14 @@ class StepCheckpoints:
         if step < covered:
             raise ConfigError(f"{cannot}: a checkpoint covers the steps before {covered}, and their rows have ended")
         if step > following:
-            raise ConfigError(
-                f"{cannot}: step {following} is the first that this queue has not seen"
-                " acknowledged, so the checkpoint is of another run, or newer than what is left of this one"
-            )
+            text = "acknowledged here: the checkpoint is of another run, or newer than this one's last record"
+            raise ConfigError(f"{cannot}: step {following} was not {text}")
         newest = version if versions.current == NONE and step == following else max(versions.current, 0)
         if not NONE <= version <= newest:  # the first version may be that of another run
             raise ConfigError(f"version {version} was never published; {versions.current} is the newest")
         if version != NONE and versions.lineage.rolled_back(version):
-            raise ConfigError(
-                f"the checkpoint of step {step} has the weights of version {version}, which was rolled back;"
-                " resume from an older one"
-            )
+            text = f"the checkpoint of step {step} has the weights of version {version}, which was rolled back"
+            raise ConfigError(f"{text}; resume from an older one")
 
     def _continue_from(self, step: int, parent: int, who: str) -> tuple[int, bool]:
         """Return the version that ``step`` trains now, and True if it must first be published."""

@@ -1,10 +1,9 @@
 """Commands to the ledger and its replies: the same types in memory, on the wire and in journals.
 
-Row ids travel as packed little-endian int64, positions in a lease as packed little-endian int32. ``timeout_s`` of a
-command: how long to wait before DeadlineExceeded. Fields of lengths are response lengths in tokens, for statistics
-only. The server corrects ``nbytes`` and ``measures`` of a client. ``block``: the location of the columns' values; the
-ledger passes it on, as ``Effects.placed``.
-"""
+Row ids travel as packed little-endian int64, positions in a lease as packed little-endian int32. ``timeout_s``: the
+limit of a command's wait, then DeadlineExceeded. ``lengths``: response lengths in tokens, for statistics only. The
+server corrects ``nbytes`` and ``measures`` of a client. ``block``: the location of the columns' values; the ledger
+passes it on, as ``Effects.placed``. ``reason``: a text for people. The reply follows its command, or is ``Done``."""
 
 from __future__ import annotations
 
@@ -58,12 +57,9 @@ class SamplerTraits(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OpenSession(Command, frozen=True, tag="join"):
-    """Open the session, as the first command of a client. ``name``: for people."""
+    """Open the session, as the first command of a client. ``name``: a text for people."""
 
     name: str
-    pid: int = 0
-    pid_key: str = ""
-    """Host, pid namespace and start time of the process, to detect its death; "" if unknown."""
 
 
 class SessionOpened(Reply, frozen=True, tag="joined"):
@@ -74,14 +70,13 @@ class Configure(Command, frozen=True, tag="configure"):
     """Set limits; None keeps the present value.
 
     ``steps``: step ``steps`` - 1 ends the stream. ``first_step``: the first to train; another run has trained those
-    before. ``capacity_bytes``: of payload. Each put reserves space for columns to be written later: ``row_bytes`` a
-    row or, if that is 0, the bytes of the largest ended row. The limit yields if the open step could never fill
-    otherwise. ``keep_versions``: number of newest versions to keep. ``max_swapping``: number of replicas allowed to
-    load at once; 0 for all. ``quorum``: number of replicas that must stage a version before any loads it; 0 for none.
-    ``checkpoints``: rows of acknowledged steps stay until ``AddCheckpoint`` covers them. They count against
-    ``capacity_bytes``, not ``capacity_rows``. ``staleness``: the policy that interprets ``max_staleness``; by default
-    "wait". ``home_silence_s``: a home is given up if it has no unit for this long.
-    """
+    before. ``capacity_bytes``: limit of payload. Each put reserves space for columns to be written later:
+    ``row_bytes`` a row or, if that is 0, the bytes of the largest ended row. The limit yields if the open step could
+    never fill otherwise. ``keep_versions``: number of newest versions to keep. ``max_swapping``: number of replicas
+    allowed to load at once; 0 for all. ``quorum``: number of replicas that must stage a version before any loads it;
+    0 for none. ``checkpoints``: rows of acknowledged steps stay until ``AddCheckpoint`` covers them, and count
+    against ``capacity_bytes`` alone. ``staleness``: the policy that interprets ``max_staleness``; "wait" by default.
+    ``home_silence_s``: a home is given up if it has no unit for this long."""
 
     capacity_rows: int | None = None
     max_staleness: int | None = None
@@ -98,8 +93,7 @@ class Configure(Command, frozen=True, tag="configure"):
 
 
 class Declare(Command, frozen=True, tag="declare"):
-    """Declare a task. Idempotent. ``measures``: the sampler's measure, float64 for each live row with the measured
-    column, in order."""
+    """Declare a task. Idempotent. ``measures``: the sampler's measure, float64 for each live row with its column."""
 
     task: TaskSpec
     measures: bytes = b""
@@ -115,7 +109,7 @@ class End(Command, frozen=True, tag="end"):
 class Dismiss(Command, frozen=True, tag="dismiss"):
     """Grant nothing more to the clients named ``name`` ("": the sender): their requests are answered as at the end of
     the stream. They may finish the rows they hold. ``ended``: a reason if their processes are known to have ended;
-    their rows then go back. Answered with ``Dismissed``."""
+    their rows then go back."""
 
     name: str = ""
     ended: str = ""
@@ -129,8 +123,7 @@ class Dismissed(Reply, frozen=True, tag="dismissed"):
 
 
 class Prepare(Command, frozen=True, tag="prepare"):
-    """Report the work of this client before its first request for rows of ``task``, for diagnostics: "loading its
-    model". ``what`` "": it is ready."""
+    """Report the work of this client before it first asks for rows of ``task``, as "loading its model"; "": none."""
 
     task: str
     what: str = ""
@@ -149,16 +142,15 @@ class GetStatus(Command, frozen=True, tag="get_status"):
 
 
 class GetFailed(Command, frozen=True, tag="get_failed"):
-    """Get the newest ``count`` groups that failed for good. Answered with ``Failed``."""
+    """Get the newest ``count`` groups that failed for good."""
 
     count: int = 100
 
 
 class Failed(Reply, frozen=True, tag="failed"):
-    """``groups``: oldest first. ``forgotten``: number of older groups no longer kept."""
+    """``groups``: oldest first."""
 
     groups: tuple[FailedGroup, ...]
-    forgotten: int
 
 
 # ---- rows: put, leased, completed, given back, cancelled
@@ -168,11 +160,11 @@ class AddRows(Command, frozen=True, tag="put"):
     """Add ``groups`` groups of ``group_size`` rows with ``columns``. A repeated ``key`` adds only the groups whose
     payload was lost since; with other content it is refused.
 
-    ``partition``: only tasks that take it see the rows. ``priority``: higher ones are leased first. ``measures``: of
-    measured columns, float64 for each group. ``lengths``: int32 for each group. ``digest``: with a key, 16 bytes for
-    each of ``columns``, equal for equal content, or b"". ``version``: pin the partition: the first version current
-    from this number on generates these rows; -1: any. ``keep``: a version kept until the next pinned put; -1: none.
-    """
+    ``partition``: only tasks that take it see the rows. ``priority``: higher ones are leased first. ``measures``:
+    float64 for each group, by measured column. ``lengths``: int32 for each group. ``digest``: with a key, 16 bytes
+    for each of ``columns``, equal for equal content, or b"". ``version``: pin the partition: the first version
+    current from this number on generates these rows; -1: any. ``keep``: a version kept until the next pinned put, or
+    -1."""
 
     groups: int
     group_size: int
@@ -216,9 +208,8 @@ class LeaseRows(Command, frozen=True, tag="lease"):
     ``LoadFirst``.
 
     ``parts``: lease one step in parts, also the open one: whole groups selected for it so far, at least ``at_least``
-    rows or the rest of a full step. ``token``: of the lease whose next part is wanted; 0 begins a step. The lease
-    does not expire while all its holders wait for a part.
-    """
+    rows or the rest of a full step. ``token``: the lease whose next part is wanted; 0 begins a step. The lease does
+    not expire while all its holders wait for a part."""
 
     task: str
     count: int
@@ -243,8 +234,7 @@ class Leased(Reply, frozen=True, tag="leased"):
 
     Of a step only: ``completed_at``, the version current when each row was completed (int64), and
     ``version_step_offsets``, pairs of a first version and an offset: versions from it on are trained at the step of
-    their number minus the offset; empty if always at their number.
-    """
+    their number minus the offset; empty if always at their number."""
 
     token: int
     task: str
@@ -279,8 +269,8 @@ class LoadFirst(Reply, frozen=True, tag="load_first"):
 
 class Complete(Command, frozen=True, tag="complete"):
     """Write ``columns`` of leased rows and acknowledge them, all or nothing. ``index``: positions in the lease, or in
-    the shard of ``rank``; None for all. ``filtered``: positions in ``index`` to drop. ``measures``: of measured
-    columns, float64 for each row. ``lengths``: int32 for each row."""
+    the shard of ``rank``; None for all. ``filtered``: positions in ``index`` to drop. ``measures``: float64 for each
+    row, by measured column. ``lengths``: int32 for each row."""
 
     token: int
     columns: Columns
@@ -321,8 +311,7 @@ class Renew(Command, frozen=True, tag="renew"):
 
 
 class AwaitLost(Command, frozen=True, tag="await_lost"):
-    """Wait for rows leased by this session to end, from the first such request on; work on them can stop. Each is
-    reported once. Answered with ``Lost``."""
+    """Wait for rows leased by this session to end, from the first such request on. Each is reported once."""
 
     timeout_s: float = 0.0
 
@@ -334,8 +323,7 @@ class Lost(Reply, frozen=True, tag="lost"):
 
 
 class Cancel(Command, frozen=True, tag="cancel"):
-    """Cancel live rows and their groups by ``ids``, by the ``key`` of their put or by ``partition``, except rows in a
-    full step. Leases lose them. Answered with ``Cancelled``."""
+    """Cancel live rows outside full steps and their groups: by ``ids``, ``key`` of their put or ``partition``."""
 
     ids: bytes = b""
     key: str = ""
@@ -384,12 +372,9 @@ class LastPut(Reply, frozen=True, tag="last_put"):
 
 
 class OpenHome(Command, frozen=True, tag="open_home"):
-    """Serve a home of payload, as its unit from now on. Answered with ``HomeOpened``.
-
-    A home with the same identity is the same one, in the same epoch, even if its unit has died; it keeps its first
-    name. A home of this name with another identity loses its contents, and begins a new epoch; refused while another
-    unit serves it. A lost epoch never returns.
-    """
+    """Serve a home of payload, as its unit from now on. A home with the same identity is the same one, in the same
+    epoch, even if its unit has died; it keeps its first name. A home of this name with another identity loses its
+    contents, and begins a new epoch; refused while another unit serves it. A lost epoch never returns."""
 
     offer: HomeOffer
 
@@ -402,7 +387,7 @@ class HomeOpened(Reply, frozen=True, tag="home_opened"):
 
 
 class EvictHome(Command, frozen=True, tag="evict_home"):
-    """Give up a home at once, with its payload. Refused unless ``epoch`` is live. ``reason``: for people."""
+    """Give up a home at once, with its payload. Refused unless ``epoch`` is live."""
 
     home: int
     epoch: int
@@ -438,9 +423,9 @@ class HomeList(Reply, frozen=True, tag="homes"):
 
 
 class AddCheckpoint(Command, frozen=True, tag="checkpoint"):
-    """Record a checkpoint of the trainer's state before ``step``; all earlier steps are acknowledged. Steps before
-    ``covers`` are final: their rows end, and older checkpoints are no longer kept. ``version``: of its weights, or
-    -1. ``timeout_s``: limit of the server's wait for listeners that still read rows of these steps."""
+    """Record a checkpoint of the trainer's state before ``step``, with weights of ``version`` or -1; earlier steps
+    are acknowledged. Steps before ``covers`` are final: their rows end, and older checkpoints are no longer kept.
+    ``timeout_s``: limit of the server's wait for listeners that still read rows of these steps."""
 
     step: int
     covers: int
@@ -449,9 +434,9 @@ class AddCheckpoint(Command, frozen=True, tag="checkpoint"):
 
 
 class Resume(Command, frozen=True, tag="resume"):
-    """Continue training with ``step``, after loading its checkpoint; 0 starts anew. Every full step from there on is
-    leased again, whole, in order, with the same rows; present holders lose theirs. ``version``: of the checkpoint; -1
-    if unknown. Versions published since are lost; rows generated by them stay. Answered with ``Resumed``."""
+    """Continue training with ``step``, after loading its checkpoint, of ``version`` (-1: unknown); 0 starts anew. All
+    full steps from there on is leased again, whole, in order, with the same rows; present holders lose theirs.
+    Versions published since are lost; rows generated by them stay."""
 
     step: int
     version: int = -1
@@ -485,7 +470,7 @@ class TrainingPosition(Reply, frozen=True, tag="cut"):
 
 class AllGather(Command, frozen=True, tag="all_gather"):
     """Wait at the barrier ``what`` for all ranks of a rank group, and exchange payloads. The newest session under a
-    rank replaces older ones. Answered with ``AllGathered``."""
+    rank replaces older ones."""
 
     group: str
     what: str
@@ -519,7 +504,7 @@ class VersionPart(msgspec.Struct, frozen=True, array_like=True):
 class OpenPublisher(Command, frozen=True, tag="open_publisher"):
     """Become rank ``rank`` of the run's only publisher, until the session ends or ``ClosePublisher``. Refused while
     another live session has the rank. ``no_rollback``: why the trainer cannot load the bytes of a version, so
-    rollbacks are refused until another publisher opens; "" to allow them. Answered with ``Publisher``."""
+    rollbacks are refused until another publisher opens; "" to allow them."""
 
     rank: int = 0
     world_size: int = 1
@@ -539,9 +524,9 @@ class ClosePublisher(Command, frozen=True, tag="close_publisher"):
 
 
 class Announce(Command, frozen=True, tag="announce"):
-    """Announce that this rank begins to write a version. Waits until all ranks have published the version before. The
-    number must be above every version that was ever current. A higher number withdraws an announced version. A
-    withdrawn number may be announced again. Refused after a rollback until ``ReportRestored``."""
+    """Announce that this rank begins to write a version, once all ranks have published the version before. The number
+    must be above every version that was ever current. A higher number withdraws an announced version. A withdrawn
+    number may be announced again. Refused after a rollback until ``ReportRestored``."""
 
     version: int
     timeout_s: float = 0.0
@@ -549,7 +534,7 @@ class Announce(Command, frozen=True, tag="announce"):
 
 class Publish(Command, frozen=True, tag="publish"):
     """Publish this rank's part of the announced version. The last part makes it current. ``probe``: an encoded
-    ``Probe`` from rank 0; b"" for none. Answered with ``PublishReply``."""
+    ``Probe`` from rank 0; b"" for none."""
 
     version: int
     part: VersionPart
@@ -565,7 +550,7 @@ class PublishReply(Reply, frozen=True, tag="published"):
 
 
 class Withdraw(Command, frozen=True, tag="withdraw"):
-    """Discard an announced version. ``reason``: for people."""
+    """Discard an announced version."""
 
     version: int
     reason: str = ""
@@ -573,7 +558,7 @@ class Withdraw(Command, frozen=True, tag="withdraw"):
 
 class Rollback(Command, frozen=True, tag="rollback"):
     """Make the bytes of a kept version current again, under a new number. Rows generated by newer versions expire,
-    unless a full step holds them. Answered with ``RollbackDone``."""
+    unless a full step holds them."""
 
     version: int
     reason: str = ""
@@ -607,16 +592,15 @@ class RestoreTarget(Reply, frozen=True, tag="restoration"):
 
 
 class ReportRestored(Command, frozen=True, tag="restored"):
-    """Report that all ranks have loaded ``version`` after a rollback: the next may be announced. Idempotent. Refused
-    for any version but the current one. ``optimizer``: the origin of its state, for people."""
+    """Report that all ranks have loaded ``version``, the current one, after a rollback: the next may be announced.
+    Idempotent. ``optimizer``: the origin of its state, for people."""
 
     version: int
     optimizer: str = ""
 
 
 class AwaitVersion(Command, frozen=True, tag="await_version"):
-    """Wait for a version above ``after``, as a replica from now on, for rows of ``task`` ("": unknown). Answered with
-    ``Version``."""
+    """Wait for a version above ``after``, as a replica from now on, for rows of ``task`` ("": unknown)."""
 
     after: int
     timeout_s: float = 0.0
@@ -640,9 +624,8 @@ class Version(Reply, frozen=True, tag="version"):
 
 
 class ReportStaged(Command, frozen=True, tag="staged"):
-    """Report that this replica has verified ``version`` on its host and can load it. ``skipped``: number of current
-    versions since its last staged one that it never fetched. ``moved`` (bytes), ``encoding``, ``seconds``: the
-    transfer."""
+    """Report that this replica has verified ``version`` on its host and can load it. ``skipped``: number of versions
+    since its last staged one that it never fetched. ``moved`` (bytes), ``encoding``, ``seconds``: the transfer."""
 
     version: int
     skipped: int = 0
@@ -653,8 +636,7 @@ class ReportStaged(Command, frozen=True, tag="staged"):
 
 class Swap(Command, frozen=True, tag="swap"):
     """Ask for permission to load a staged version, see ``Replicas``. Raises VersionGone once a newer version has
-    replaced it. The permission ends with ``ReportLoaded``, ``ReportLoadFailed``, ``Retire`` or the session. Answered
-    with ``Permitted``."""
+    replaced it. The permission ends with ``ReportLoaded``, ``ReportLoadFailed``, ``Retire`` or the session."""
 
     version: int
     timeout_s: float = 0.0
@@ -675,7 +657,7 @@ class ReportLoaded(Command, frozen=True, tag="loaded"):
 
 
 class ReportLoadFailed(Command, frozen=True, tag="not_loaded"):
-    """Report that this replica could not fetch or load ``version`` and keeps the one it had, for a ``reason``."""
+    """Report that this replica could not fetch or load ``version`` and keeps the one it had."""
 
     version: int
     reason: str

@@ -15,7 +15,7 @@ from .state.context import Placed, Trained
 from .state.rows import LIVE, NONE
 from .state.sessions import Grant
 from .state.tasks import DONE, READY, WAITING, Task, positions
-from .terminations import CONSUMED, FAILED, FILTERED, Terminations
+from .terminations import CONSUMED, FAILED, FILTERED
 
 NO_GRADIENT = "no gradient, as in a group with equal rewards"
 
@@ -24,10 +24,10 @@ TOGETHER = 8
 
 
 class RowCompletion:
-    """Ends the work on leased rows."""
+    """Ends the work on leased rows. ``terminations``: for later rules."""
 
-    def __init__(self, state: LedgerState, terminations: Terminations, assembly: StepAssembly) -> None:
-        self._state, self._terminations, self._assembly = state, terminations, assembly
+    def __init__(self, state: LedgerState, assembly: StepAssembly) -> None:
+        self._state, self.terminations, self._assembly = state, assembly.terminations, assembly
         self._rows, self._tasks, self._leases, self._steps = state.rows, state.tasks, state.leases, state.steps
 
     def complete(self, grant: Grant, part: Ids, command: cmd.Complete) -> cmd.Completed:
@@ -89,15 +89,15 @@ class RowCompletion:
                 self._state.context.wake("put")
         for partition, done in partitions.split(ids[over]):
             if any(not task.spec.gives for task in self._tasks.takers(partitions.names[partition])):
-                self._terminations.finish(done, CONSUMED, through=partition)
+                self.terminations.finish(done, CONSUMED, through=partition)
 
     def skip(self, ids: Ids, reason: str) -> None:
         """Make rows done in all their tasks."""
         at = self._rows.at(ids)
         for task in self._tasks:
             open_ids = ids[task.state[at] < DONE]
-            self._terminations.withdraw(task, open_ids, task.skip(open_ids))
-        self._terminations.note_skipped(ids.size, reason)
+            self.terminations.withdraw(task, open_ids, task.skip(open_ids))
+        self.terminations.note_skipped(ids.size, reason)
         self.consume(ids, at)
 
     def give_back(self, grant: Grant, ids: Ids, reason: str, *, blame: bool, lost: int = 0) -> None:
@@ -106,11 +106,11 @@ class RowCompletion:
         by itself. ``lost``: how many a lost session held, at least."""
         task, rows = self._tasks[grant.task], self._rows
         if task.spec.batch_rows is not None:
-            self._terminations.give_back_step(grant, reason)
+            self.terminations.give_back_step(grant, reason)
             return
         if not ids.size:
             return
-        self._terminations.note_return(grant, ids, reason)
+        self.terminations.note_return(grant, ids, reason)
         task.give_back(ids, blame=blame)
         self._leases.release(grant, ids.size)
         if blame:
@@ -136,10 +136,8 @@ class RowCompletion:
     def check_delivered(self, grant: Grant) -> None:
         """Raise SchemaError unless all parts of a step in parts are delivered."""
         if not self._steps.delivered_whole(grant):
-            raise SchemaError(
-                f"step {grant.step} is not delivered whole: lease {grant.token} has {len(grant.ids)} rows of it, in"
-                f" {grant.parts} parts; get the others before it is acknowledged"
-            )
+            text = f"lease {grant.token} has {len(grant.ids)} rows in {grant.parts} parts; get the others first"
+            raise SchemaError(f"step {grant.step} is not delivered whole: {text}")
 
     def _check(
         self, grant: Grant, task: Task, count: int, of: int, command: cmd.Complete
@@ -151,9 +149,7 @@ class RowCompletion:
                 raise SchemaError("a step in parts is acknowledged without columns; write them before")
             self.check_delivered(grant)
             if count != of:
-                raise SchemaError(
-                    f"{count} of {of} rows of step {grant.step} are acknowledged; a step in parts is acknowledged whole"
-                )
+                raise SchemaError(f"{count} of {of} rows of step {grant.step} are acknowledged; it needs all of them")
         if grant.step != NONE and self._state.limits.checkpoints and command.columns:
             raise SchemaError("a step that may be trained again is acknowledged without columns; write them before")
         if command.block is not None and command.block.rows != count:
@@ -180,9 +176,9 @@ class RowCompletion:
     def _filter(self, grant: Grant, task: Task, dropped: Ids) -> None:
         """End rows dropped by a task; rows of an uncovered step end when a checkpoint covers it."""
         if not task.makes_steps:
-            self._terminations.end_groups(dropped, FILTERED, f"filtered by task {grant.task!r}")
+            self.terminations.end_groups(dropped, FILTERED, f"filtered by task {grant.task!r}")
         elif not self._state.limits.checkpoints or grant.step < self._steps.covered:
-            self._terminations.finish(dropped, FILTERED, NO_GRADIENT)
+            self.terminations.finish(dropped, FILTERED, NO_GRADIENT)
         else:
             self._steps.end_later(dropped, FILTERED)
 
@@ -194,11 +190,11 @@ class RowCompletion:
             return ids
         why = f"failed {most} times in task {name!r}; last: {reason}"
         self._add_dead_letters(spent, name)
-        self._terminations.end_groups(spent, FAILED, why)
+        self.terminations.end_groups(spent, FAILED, why)
         skipped = rows.live(spent)
         if skipped.size:  # in a full step already: only this task skips it
             task.skip(skipped)
-            self._terminations.note_skipped(skipped.size, why)
+            self.terminations.note_skipped(skipped.size, why)
             self.consume(skipped, rows.at(skipped))
         return ids[rows.having(task.state, READY, ids)]
 
@@ -207,12 +203,10 @@ class RowCompletion:
         rows, steps, partitions = self._rows, self._steps, self._state.partitions
         if steps.declared:
             ids = ids[steps.not_closed(rows.at(ids))]
-        for first in np.unique(rows.first[rows.at(ids)]).tolist():
-            at, (key, place) = first - rows.base, self._state.keys.find(first)
-            self._state.dead_letters.failed(
-                first=first, rows=int(rows.size[at]), task=task, partition=partitions.names[rows.partition[at]], key=key,
-                place=place, time_s=self._state.context.now,
-            )  # fmt: skip
+        for key, firsts, places in self._state.keys.by_put(np.unique(rows.first[rows.at(ids)])):
+            for first, place in zip(firsts.tolist(), places.tolist(), strict=True):
+                size, where = int(rows.size[first - rows.base]), partitions.names[rows.partition[first - rows.base]]
+                self._state.dead_letters.failed(first, size, task, where, (key, place), self._state.context.now)
 
     def _return_admitted(self, task: Task, ids: Ids) -> None:
         """Withdraw the admission of untouched groups; of others, queue missing rows again."""

@@ -11,7 +11,7 @@ from ..types.tasks import TaskSpec
 from . import commands as cmd
 from .assembly import StepAssembly
 from .samplers import TaskSamplers
-from .staleness import StalenessControl, StalenessRule
+from .staleness import StalenessRule
 from .state import LedgerState
 from .state.rows import LEAST, MAX_NUMBER
 from .state.steps import Window
@@ -24,10 +24,8 @@ OTHERS = "*"
 class QueueConfiguration:
     """Sets limits and declares tasks."""
 
-    def __init__(
-        self, state: LedgerState, staleness: StalenessControl, samplers: TaskSamplers, assembly: StepAssembly
-    ) -> None:
-        self._state, self._staleness, self._samplers, self._assembly = state, staleness, samplers, assembly
+    def __init__(self, state: LedgerState, samplers: TaskSamplers, assembly: StepAssembly) -> None:
+        self._state, self._samplers, self._assembly, self._staleness = state, samplers, assembly, assembly.staleness
 
     def configure(self, command: cmd.Configure) -> cmd.Reply:
         """Set limits other than None."""
@@ -96,7 +94,6 @@ class QueueConfiguration:
         return cmd.Done()
 
     def _check(self, spec: TaskSpec, rule: StalenessRule) -> None:
-        """Raise ConfigError for a task in conflict with the others."""
         state = self._state
         if not (spec.lease_s > 0 and spec.max_attempts > 0):
             raise ConfigError(f"task {spec.name!r}: lease_s and max_attempts must be above 0")
@@ -137,10 +134,9 @@ def _check_capacity(batch_rows: int, rule: StalenessRule, capacity_rows: int) ->
     if not 1 <= batch_rows <= capacity_rows:
         raise ConfigError(f"a step of {batch_rows} rows cannot fill in a queue of capacity_rows={capacity_rows}")
     if rule.least_rows > capacity_rows:
-        raise ConfigError(
-            f"steps of {batch_rows} rows under staleness policy {rule.spec.name!r} may never fill in a queue of"
-            f" capacity_rows={capacity_rows}: it needs {rule.least_rows}"
-        )
+        steps = f"steps of {batch_rows} rows under staleness policy {rule.spec.name!r}"
+        queue = f"a queue of capacity_rows={capacity_rows}: it needs {rule.least_rows}"
+        raise ConfigError(f"{steps} may never fill in {queue}")
 
 
 def check_declaration(spec: TaskSpec, declared: Iterable[TaskSpec]) -> None:
@@ -156,10 +152,8 @@ def check_declaration(spec: TaskSpec, declared: Iterable[TaskSpec]) -> None:
         beside = [task for task in others if task.takes(partition)]
         for task in beside:
             if twice := [column for column in spec.gives if column in task.gives]:
-                raise ConfigError(
-                    f"task {spec.name!r} gives column {twice[0]!r}, and so does task {task.name!r} for the same rows;"
-                    " a column is written once: give another, or take other partitions"
-                )
+                other = f"task {task.name!r} for the same rows; give another one, or take other partitions"
+                raise ConfigError(f"task {spec.name!r} gives column {twice[0]!r}, and so does {other}")
         if ring := _ring(spec, beside):
             raise ConfigError(f"tasks wait for each other's columns: {ring}. Leave one of these needs out")
 

@@ -2,8 +2,7 @@
 
 N-way number partitioning with equal counts: the largest differencing method of Karmarkar and Karp (1982) in its
 balanced form (Michiels, Korst, Aarts and van Leeuwen, 2003). It is weak where few rows outweigh all others, so pairs
-of rows are then swapped between the heaviest and a lighter shard. O(n log n): milliseconds for 1000s of rows.
-"""
+of rows are then swapped between the heaviest and a lighter shard. O(n log n): milliseconds for 1000s of rows."""
 
 from __future__ import annotations
 
@@ -41,15 +40,7 @@ def split(rows: int, shards: int) -> npt.NDArray[np.int64]:
     return np.arange(rows, dtype=np.int64) * shards // max(rows, 1) if rows >= shards else np.arange(rows)
 
 
-def imbalance(weights: Weights, shard: npt.NDArray[np.int64], shards: int) -> float:
-    """Return max / mean - 1 of the shards' weights; 0 is perfect."""
-    sums = np.bincount(shard, _clean(weights), shards)
-    mean = float(sums.mean())
-    return float(sums.max()) / mean - 1.0 if mean > 0 else 0.0
-
-
 def _clean(weights: Weights) -> Weights:
-    """Return weights with finite sums."""
     return np.where(np.isfinite(weights) & (weights > 0), np.minimum(weights, HEAVIEST), 0.0)
 
 
@@ -136,6 +127,8 @@ def deal(rows: Rows, task: Task, ids: Ids, shards: int, *, whole_groups: bool, f
     """Deal rows to shards: by weight if the task's sampler balances, else in equal numbers. ``whole_groups``: keep
     groups together; shards may differ in size. ``first``: the shard to begin with if there are fewer groups than
     shards."""
+    if shards == 1:
+        return DealtPart(ids, [0, ids.size])
     if whole_groups:
         _, group = np.unique(rows.first[rows.at(ids)], return_inverse=True)
         weights = np.bincount(group, np.nan_to_num(_weights(rows, task, ids))).astype(np.float64)
@@ -151,9 +144,12 @@ def deal(rows: Rows, task: Task, ids: Ids, shards: int, *, whole_groups: bool, f
 
 
 def imbalance_of(rows: Rows, task: Task, part: DealtPart) -> float:
-    """Return max / mean - 1 of the shards' weights."""
-    shard = np.repeat(np.arange(part.shards), np.diff(part.bounds))
-    return imbalance(_weights(rows, task, part.ids), shard, part.shards)
+    """Return max / mean - 1 of the shards' weights; 0 is perfect."""
+    shards = len(part.bounds) - 1
+    shard = np.repeat(np.arange(shards), np.diff(part.bounds))
+    sums = np.bincount(shard, _clean(_weights(rows, task, part.ids)), shards)
+    mean = float(sums.mean())
+    return float(sums.max()) / mean - 1.0 if mean > 0 else 0.0
 
 
 def _weights(rows: Rows, task: Task, ids: Ids) -> Weights:

@@ -8,8 +8,7 @@ depends on the rows it names, never on the number of live rows. Not thread-safe:
     ledger.apply(session, command, now, ticket)
     for ticket, reply in ledger.drain().answers: ...
 
-``LedgerState`` is the data, in parts; the rules below decide about changes, each with the help of earlier ones.
-"""
+``LedgerState`` is the data, in parts; the rules below decide about changes, each with the help of earlier ones."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ from .state import LedgerState
 from .state.context import Effects, HomeLoss, LostColumns
 from .state.idempotency import MAX_KEYS
 from .state.rows import NONE
-from .state.sessions import ParkedRequest, Preparation, Session, place_of
-from .state.tasks import positions
+from .state.sessions import ParkedRequest, Session
 from .status import StatusReporter
 from .terminations import Terminations
 
@@ -51,8 +49,7 @@ class Ledger:
     is ledger seconds and never falls.
 
     ``initial_rows``: initial size of the row arrays, which grow. ``kept_keys``: number of put keys kept after their
-    rows have ended. ``make_sampler``, ``make_policy``: factories by name; they raise ConfigError for an unknown one.
-    """
+    rows have ended. ``make_sampler``, ``make_policy``: factories; they raise ConfigError for an unknown name."""
 
     def __init__(
         self,
@@ -68,17 +65,15 @@ class Ledger:
         self.terminations = Terminations(state)
         self.assembly = StepAssembly(state, self.staleness, self.terminations)
         self.pins = VersionPins(state, self.terminations)
-        self.admission = LeaseAdmission(state, self.assembly, self.staleness, self.samplers, self.pins)
-        self.completion = RowCompletion(state, self.terminations, self.assembly)
+        self.admission = LeaseAdmission(state, self.assembly, self.samplers, self.pins)
+        self.completion = RowCompletion(state, self.assembly)
         self.rank_groups = RankGroups(state, self.admission, self.completion)
-        self.configuration = QueueConfiguration(state, self.staleness, self.samplers, self.assembly)
-        self.puts = Puts(state, self.terminations, self.assembly, self.pins)
-        self.replicas = Replicas(state, self.terminations, self.completion, self.pins)
-        self.publication = VersionPublication(state, self.assembly, self.terminations, self.replicas, self.pins)
-        self.payload_loss = PayloadLoss(state, self.terminations, self.completion)
-        self.checkpoints = StepCheckpoints(
-            state, self.terminations, self.completion, self.publication, self.payload_loss
-        )
+        self.configuration = QueueConfiguration(state, self.samplers, self.assembly)
+        self.puts = Puts(state, self.assembly, self.pins)
+        self.replicas = Replicas(state, self.completion, self.pins)
+        self.publication = VersionPublication(state, self.assembly, self.replicas, self.pins)
+        self.payload_loss = PayloadLoss(state, self.completion)
+        self.checkpoints = StepCheckpoints(state, self.completion, self.publication, self.payload_loss)
         self._reporter = StatusReporter(state, self.staleness, self.publication, self.replicas)
         self._handlers: dict[type, Handler] = {
             cmd.Configure: self._configure,
@@ -89,8 +84,8 @@ class Ledger:
             cmd.AwaitRowsWanted: lambda session, command: self.puts.wanted(command),
             cmd.GetPut: lambda session, command: self.state.keys.newest(command.prefix),
             cmd.LeaseRows: self._lease,
-            cmd.Complete: self._complete,
-            cmd.GiveBack: self._give_back,
+            cmd.Complete: self.rank_groups.complete,
+            cmd.GiveBack: self.rank_groups.give_back,
             cmd.Renew: self._renew,
             cmd.AwaitLost: lambda session, command: session.take_lost(),
             cmd.AllGather: self.rank_groups.gather,
@@ -108,7 +103,7 @@ class Ledger:
             cmd.Swap: self.replicas.swap,
             cmd.ReportLoaded: self.replicas.loaded,
             cmd.ReportLoadFailed: self.replicas.not_loaded,
-            cmd.Retire: lambda session, command: self.replicas.retire(session),
+            cmd.Retire: self.replicas.retire,
             cmd.AddCheckpoint: lambda session, command: self.checkpoints.add(command),
             cmd.Resume: self.checkpoints.resume,
             cmd.GetTrainingPosition: lambda session, command: self.checkpoints.position(),
@@ -129,10 +124,7 @@ class Ledger:
         self, session: int, command: cmd.Command, now: float, ticket: int, first: cmd.Reply | None = None
     ) -> None:
         """Carry out a command. The answer, now or later, is in the effects under ``ticket``. ``first``: see
-        ``ParkedRequest``.
-
-        A failing command changes nothing. Client errors are answers; nothing is raised.
-        """
+        ``ParkedRequest``. A failing command changes nothing. Client errors are answers; nothing is raised."""
         context, sessions = self.state.context, self.state.sessions
         context.begin(now)
         if isinstance(command, cmd.OpenSession):
@@ -149,7 +141,7 @@ class Ledger:
             context.answer(ticket, reply)
         else:
             until = now + command.timeout_s  # type: ignore[attr-defined]
-            request = ParkedRequest(ticket, session, command, place_of(command), now, until, first)
+            request = ParkedRequest(ticket, session, command, now, until, first)
             if not until > now:  # NaN is no deadline
                 context.answer(ticket, DeadlineExceeded(self._reporter.explain(request)))
             else:
@@ -203,13 +195,12 @@ class Ledger:
     def reply_undelivered(self, session: int, version: int, now: float) -> None:
         """Revoke the permission to load a version, because its answer was not delivered."""
         self.state.context.begin(now)
-        if session in self.state.sessions.by_id:
-            self.replicas.reply_undelivered(session, version)
-            self._settle()
+        self.replicas.reply_undelivered(session, version)
+        self._settle()
 
     def lose(self, ids: Ids, now: float, reason: str, tickets: Iterable[int] = ()) -> None:
-        """Fail rows with lost payload, and their groups. Puts parked under ``tickets`` lost theirs
-        too: they are refused before the freed room goes to other puts."""
+        """Fail rows with lost payload, and their groups. Puts parked under ``tickets`` lost theirs too: they are
+        refused before the freed room goes to other puts."""
         self.state.context.begin(now)
         self._refuse_puts(tickets, reason)
         self.payload_loss.lose(ids, reason)
@@ -218,8 +209,8 @@ class Ledger:
     def lose_homes(
         self, losses: Sequence[tuple[HomeLoss, Sequence[LostColumns]]], now: float, tickets: Iterable[int] = ()
     ) -> None:
-        """Lose the columns in lost homes: the answer to ``Effects.homes_lost``, all of them at once.
-        Their groups fail. ``tickets``: as in ``lose``."""
+        """Answer ``Effects.homes_lost``: lose the columns in all these homes; their groups fail. ``tickets``: see
+        ``lose``."""
         self.state.context.begin(now)
         self._refuse_puts(tickets, "its block was lost, alone or with its home")
         self.payload_loss.lose_homes(losses)
@@ -298,7 +289,7 @@ class Ledger:
         """True if no later request at the same place can succeed, after this one could not."""
         partitions = self.state.partitions
         if isinstance(command, cmd.AddRows):
-            return not self.state.context.every_put and self.puts.in_line()
+            return not self.state.context.every_put and not self.state.steps.lacks_rows
         if not isinstance(command, cmd.LeaseRows):
             return False
         if partitions.ended_names or (partitions.ended and len(partitions.numbers) > 1):
@@ -322,7 +313,7 @@ class Ledger:
         return reply
 
     def _lease(self, session: Session, command: cmd.LeaseRows) -> cmd.Reply | None:
-        task = self.state.tasks.find(command.task)
+        task = self.state.tasks[command.task]
         self.admission.check(task, command)
         grant = self.admission.check_part(session, task, command) if command.parts or command.token else None
         if command.world_size != 1 or command.rank or command.shards:
@@ -332,32 +323,16 @@ class Ledger:
         if task.must_wait(session):
             return None
         if task.spec.admits:
-            swapping = session.id in self.replicas.swapping
-            return self.admission.lease_prompts(session, task, command, swapping=swapping)
+            if command.most and session.id in self.replicas.swapping:
+                return None  # it would have to return them; other replicas can start them now
+            return self.admission.lease_prompts(session, task, command)
         if command.world_size > 1:
             return self.rank_groups.lease(session, task, command, grant)
         if command.parts:
             part = self.admission.find_part(command, grant, 1)
-            return None if part is None else self.admission.deliver_part(session, task, grant, *part)
+            return None if part is None else self.admission.deliver_part(session, grant, *part)
         found = self.admission.find(task, command, 1, session)
         return None if found is None else self.admission.grant(session, task, *found)
-
-    def _complete(self, session: Session, command: cmd.Complete) -> cmd.Reply:
-        grant = self.state.leases.held(session, command.token, command.rank)
-        if grant.shards is not None:
-            return self.rank_groups.complete(grant, grant.shards, command)
-        return self.completion.complete(grant, grant.ids, command)
-
-    def _give_back(self, session: Session, command: cmd.GiveBack) -> cmd.Reply:
-        grant = self.state.leases.held(session, command.token, command.rank)
-        self.rank_groups.check_give_back(grant, command.rank)
-        part = grant.part(command.rank)
-        ids = part if command.index is None else part[positions(command.index, len(part))]
-        held = ids[self.state.leases.having(grant, ids)]
-        reason = command.reason or f"given back by {session.name}"
-        self.completion.give_back(grant, held, reason, blame=command.blame)
-        self.rank_groups.gave_back(grant, command)
-        return cmd.Done()
 
     def _renew(self, session: Session, command: cmd.Renew) -> cmd.Reply:
         self.state.leases.renew(self.state.leases.held(session, command.token, command.rank))
@@ -379,7 +354,7 @@ class Ledger:
         return cmd.Dismissed(count=len(named), lost=lost)
 
     def _prepare(self, session: Session, command: cmd.Prepare) -> cmd.Reply:
-        self.state.sessions.prepare(session, Preparation(command.task, command.what, self.now))
+        self.state.sessions.prepare(session, command, self.now)
         return cmd.Done()
 
     def _leave(self, session: Session, command: cmd.CloseSession) -> cmd.Reply:
@@ -387,9 +362,8 @@ class Ledger:
         return cmd.Done()
 
     def _get_failed(self, session: Session, command: cmd.GetFailed) -> cmd.Reply:
-        groups = self.state.dead_letters.groups
-        newest = list(groups)[len(groups) - max(min(command.count, len(groups)), 0) :]
-        return cmd.Failed(groups=tuple(newest), forgotten=self.state.dead_letters.total - len(groups))
+        groups = tuple(self.state.dead_letters.groups)
+        return cmd.Failed(groups=groups[max(len(groups) - max(command.count, 0), 0) :])
 
     def _refuse_puts(self, tickets: Iterable[int], reason: str) -> None:
         for ticket in tickets:
@@ -401,11 +375,10 @@ class Ledger:
         member = self.state.sessions.by_id.get(session)
         if member is None:
             return
-        self.replicas.release_swap(member, reason)
+        self.replicas.remove(member, reason)
         self.publication.close(member, f"died: {reason}" if blame else "left")
         for ticket in list(member.parked):
             self.state.parked.remove(self.state.parked.by_ticket[ticket])
         self.state.homes.session_closed(member, reason)
         self.rank_groups.session_closed(member, reason, blame=blame)
         self.state.sessions.remove(session)
-        self.replicas.remove(session)

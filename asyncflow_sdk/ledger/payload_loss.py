@@ -1,12 +1,9 @@
-"""Payload loss: rows with lost payload fail with their groups. The same put again adds them.
-
-A row is lost once an unfinished task needs a lost column of it.
+"""Payload loss: a row fails with its group once an unfinished task needs a lost column of it.
 
 A full step with missing rows cannot be trained. It is opened again with every step after it, if none of them was
 acknowledged, and the remaining rows are selected anew. Invariant H of the staleness rule still holds: rows selected
 into step m have deadline m or later, and a step has at most B rows. So at most (j - k + 1)·B rows with deadlines up
-to j return, the slots granted by H at the start of step k.
-"""
+to j return, the slots granted by H at the start of step k."""
 
 from __future__ import annotations
 
@@ -20,9 +17,9 @@ from .commands import Ids
 from .completion import RowCompletion
 from .state import LedgerState
 from .state.context import HomeLoss, LostColumns
-from .state.rows import LIVE, NONE
+from .state.rows import NONE
 from .state.tasks import APART, DONE, Task
-from .terminations import FAILED, Terminations
+from .terminations import FAILED
 
 LOST_REASON = "payload lost"
 """The reason of rows with lost payload, or its beginning."""
@@ -32,13 +29,13 @@ class PayloadLoss:
     """Ends unreadable rows. A repeated put adds failed ones again, except rows of an acknowledged step: these must
     not be trained twice."""
 
-    def __init__(self, state: LedgerState, terminations: Terminations, completion: RowCompletion) -> None:
-        self._state, self._terminations, self._completion = state, terminations, completion
+    def __init__(self, state: LedgerState, completion: RowCompletion) -> None:
+        self._state, self._completion, self._terminations = state, completion, completion.terminations
         self._rows, self._steps, self._context = state.rows, state.steps, state.context
 
     def lose(self, ids: Ids, reason: str) -> None:
         """Lose all columns of rows."""
-        ids = self._live(ids)
+        ids = self._rows.live(ids)
         self._state.columns.lose(ids)
         self._end(ids, reason)
 
@@ -46,7 +43,7 @@ class PayloadLoss:
         """Lose the columns in lost homes."""
         for loss, lost in losses:
             for ids, names in lost:
-                self._state.columns.lose(self._live(ids), names)
+                self._state.columns.lose(self._rows.live(ids), names)
             needing = np.concatenate([np.empty(0, np.int64), *(self._needing(each) for each in lost)])
             failed = self._end(np.unique(needing), f"{LOST_REASON}: home {loss.name} was lost, {loss.reason}")
             self._state.homes.count_lost(loss.home, failed)
@@ -64,7 +61,7 @@ class PayloadLoss:
 
     def _needing(self, lost: LostColumns) -> Ids:
         """Return live rows with a lost column that a task still needs, or a step trained again."""
-        ids = self._live(lost.ids)
+        ids = self._rows.live(lost.ids)
         at = self._rows.at(ids)
         need = self._unfinished_needs(at)
         if self._steps.declared:
@@ -73,7 +70,6 @@ class PayloadLoss:
         return needing
 
     def _unfinished_needs(self, at: Ids) -> npt.NDArray[np.uint64]:
-        """Return bit sets of columns that tasks of rows still need."""
         need = np.zeros(len(at), np.uint64)
         for task in self._state.tasks:
             need[task.state[at] < DONE] |= task.need
@@ -81,21 +77,20 @@ class PayloadLoss:
 
     def _uncovered(self, at: Ids) -> npt.NDArray[np.bool_]:
         """Return a mask of trained rows, by array index, that may be trained again."""
-        done = (self._steps.task.state[at] == DONE) & (self._rows.step[at] >= self._steps.covered)
-        uncovered: npt.NDArray[np.bool_] = done & self._state.limits.checkpoints
-        return uncovered
+        done: npt.NDArray[np.bool_] = self._steps.task.state[at] == DONE
+        return done & (self._rows.step[at] >= self._steps.covered) & self._state.limits.checkpoints
 
     def _end(self, ids: Ids, reason: str) -> int:
         """Fail rows with their groups; trained rows fail alone. Return the number of failed rows."""
         rows, steps = self._rows, self._steps
-        ids = self._live(ids)
+        ids = self._rows.live(ids)
         if not len(ids):
             return 0
         overtaken: Ids = ids[:0]
         if steps.declared:
             ids = self._keep_uncovered(ids, reason)
             overtaken = self._remove_from_steps(ids)
-        groups = self._live(rows.members(ids)) if len(ids) else ids
+        groups = self._rows.live(rows.members(ids)) if len(ids) else ids
         if steps.declared:
             groups = groups[steps.not_closed(rows.at(groups))]
         gone = np.union1d(groups, overtaken)
@@ -106,13 +101,12 @@ class PayloadLoss:
         self._terminations.end_groups(groups, FAILED, reason)
         if len(overtaken):
             self._terminations.finish(overtaken, FAILED, f"{reason} in a step that a later one overtook")
-        if len(trained := self._live(ids)):
+        if len(trained := self._rows.live(ids)):
             self._terminations.finish(trained, FAILED, reason)
-        failed = np.union1d(gone, trained)
-        names = {number: name for name, number in self._state.partitions.numbers.items()}
-        for key, part, numbers in self._state.keys.by_put(failed):
-            partition = rows.partition[rows.at(part)]
-            self._state.dead_letters.lost(key, part, numbers, partition, names, reason, self._context.now)
+        failed, names = np.union1d(gone, trained), self._state.partitions.names
+        for key, part, groups in self._state.keys.by_put(failed):
+            where = rows.partition[rows.at(part)]
+            self._state.dead_letters.lost(key, part, groups, where, names, reason, self._context.now)
         return len(failed)
 
     def _untrained(self, ids: Ids) -> Ids:
@@ -137,11 +131,6 @@ class PayloadLoss:
             self._completion.skip(ids[skipped], reason)
         return ids[~kept]
 
-    def _live(self, ids: Ids) -> Ids:
-        ids = ids[ids >= self._rows.base]
-        live: Ids = ids[self._rows.state[self._rows.at(ids)] == LIVE]
-        return live
-
     def _remove_from_steps(self, ids: Ids) -> Ids:
         """Reopen full steps with missing rows. Return the rows of overtaken steps, which end whole."""
         steps, leases = self._steps, self._state.leases
@@ -162,5 +151,5 @@ class PayloadLoss:
                 if grant.step == step:
                     self._terminations.give_back_step(grant, f"payload of step {step} is lost")
             steps.drop(step)
-            overtaken.append(self._live(full[step]))
+            overtaken.append(self._rows.live(full[step]))
         return np.concatenate(overtaken)

@@ -1,16 +1,16 @@
 """Version pins: one exact version generates all rows of a partition, as for an evaluation.
 
-Rows are put for the first version current from number N on. The pin is bound to it in the command making it current,
-before any replica can load it, or a later one. Until the rows are generated, a replica of the partition's task
-fetches the pinned version first, may load no later one, and gets rows of the partition only while it generates with
-it.
+Rows are put for the first version current from number N on. The pin is bound in the command making it current, before
+any replica can load it or a later one. Until the rows are generated, a replica of the partition's task fetches the
+pinned version first, may load no later one, and gets rows of the partition only while it generates with it.
 
 The version is kept until the partition's next rows are put; that put may keep it longer, for a rollback. Rows of a
 version expire if it is rolled back, or cannot be fetched any more. A partition stays pinned until it ends: the
-trainer keeps its last version until then (``AwaitPins``).
-"""
+trainer keeps its last version until then (``AwaitPins``)."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from ..errors import ConfigError, Ended
 from . import commands as cmd
@@ -25,51 +25,42 @@ class VersionPins:
 
     def __init__(self, state: LedgerState, terminations: Terminations) -> None:
         self._state, self._terminations, self._versions = state, terminations, state.versions
-
-    @property
-    def _pins(self) -> dict[int, Pin]:
-        return self._state.partitions.pins
+        self._pins = state.partitions.pins
 
     def check(self, command: cmd.AddRows) -> None:
         """Raise ConfigError for a wrong pin, Ended after the last version."""
-        number, versions, steps = self._number(command), self._versions, self._state.steps
-        pinned = number in self._pins
-        if command.version == NONE and not pinned:
+        number, steps = self._state.partitions.number(command.partition), self._state.steps
+        pin, name = self._pins.get(number), repr(command.partition)
+        if command.version == NONE and pin is None:
             return
-        name = repr(command.partition)
         if command.version == NONE:
             raise ConfigError(f"partition {name} is pinned to one version at a time: say version= of these rows")
         if steps.declared and steps.task.spec.takes(command.partition):
             raise ConfigError(f"rows of partition {name} are trained, and their versions follow the staleness rule")
         if self._live(number):
             raise ConfigError(f"partition {name} has rows of another version: put these once they have ended")
-        if pinned and self._training_over and self._pins[number].version == versions.current:
-            raise Ended(f"version {versions.current} was the last one, and its rows have ended")
+        if pin is not None and self._training_over and pin.version == self._versions.current:
+            raise Ended(f"version {pin.version} was the last one, and its rows have ended")
 
     def add(self, command: cmd.AddRows) -> None:
         """Pin the partition of new rows."""
-        if command.version != NONE:
-            number = self._number(command)
-            before = self._pins.get(number, Pin(NONE))
-            self._pins[number] = Pin(command.version, last=max(before.version, before.last), keep=command.keep)
-            self._bind(last=self._training_over)
-
-    def published(self) -> None:
-        """Bind pins to the version now current."""
-        self._bind(last=False)
+        number = self._state.partitions.number(command.partition)
+        before = self._pins.get(number, Pin(NONE))
+        self._pins[number] = Pin(command.version, last=max(before.version, before.last), keep=command.keep)
+        self.bind(last=self._training_over)
 
     def await_end(self) -> cmd.Reply | None:
         """Bind all pins to the current version, the trainer's last one. None until no partition is pinned any more,
         or until the trainer must load a version after a rollback."""
         if self._versions.to_restore != NONE or not self._pins:
             return cmd.Done()
-        self._bind(last=True)
+        self.bind(last=True)
         return None
 
-    def end(self, partition: str | None) -> bool:
+    def end(self, partition: int | None) -> bool:
         """Unpin an ended partition, or all. Return True if it was the last one."""
         before = len(self._pins)
-        for number in [self._state.partitions.number(partition)] if partition is not None else list(self._pins):
+        for number in list(self._pins) if partition is None else [partition]:
             self._pins.pop(number, None)
         return before > len(self._pins) == 0
 
@@ -105,33 +96,26 @@ class VersionPins:
             if pin.version == NONE:
                 continue
             if versions.lineage.rolled_back(pin.version):
-                self._expire(number, f"version {pin.version} was rolled back")
+                self._terminations.end_live(number, EXPIRED, f"version {pin.version} was rolled back")
             elif pin.version not in versions.kept and self._live(number, giving=True):
-                self._expire(number, f"version {pin.version} can no longer be fetched")
+                self._terminations.end_live(number, EXPIRED, f"version {pin.version} can no longer be fetched")
         self._state.context.wake("pins", "swap", "version")
 
-    def _bind(self, *, last: bool) -> None:
+    def bind(self, *, last: bool = False) -> None:
+        """Bind pins to the current version, if they wait for it. ``last``: True if no other one comes."""
         versions = self._versions
         if versions.newest is None:  # none, or its bytes are gone: the next one
             return
         for number, pin in self._pins.items():
             if pin.version == NONE and (last or versions.current >= pin.first):
-                pin.bind(versions.current)
+                pin = self._pins[number] = replace(pin, version=versions.current)
                 self._state.parked.wake_all()
                 if pin.version == pin.last:
-                    self._expire(number, f"no version after {pin.last} was published")
-
-    def _number(self, command: cmd.AddRows) -> int:
-        return self._state.partitions.number(command.partition)
+                    self._terminations.end_live(number, EXPIRED, f"no version after {pin.last} was published")
 
     def _live(self, number: int, *, giving: bool = False) -> bool:
         """True if a task has uncompleted rows of a partition; ``giving``: a task giving columns."""
         return any(task.left(number) for task in self._state.tasks if task.spec.gives or not giving)
-
-    def _expire(self, number: int, reason: str) -> None:
-        live = self._state.rows.live_ids()
-        ids = live[self._state.rows.partition[self._state.rows.at(live)] == number]
-        self._terminations.end_groups(ids, EXPIRED, reason)
 
     @property
     def _training_over(self) -> bool:

@@ -3,8 +3,7 @@
 A rank's request waits for all other ranks. Then one lease is granted and split into shards. A step is acknowledged
 once every rank has acknowledged its shard. If a rank is lost before, the step returns and is leased again, whole,
 under a new token. Rows of other tasks are completed shard by shard; such a lease has a row for each shard unless
-``at_least`` allows fewer. Trainer ranks also wait for each other at barriers before a step, a checkpoint or a resume.
-"""
+``at_least`` allows fewer. Trainer ranks also wait for each other at barriers before a step, checkpoint or resume."""
 
 from __future__ import annotations
 
@@ -50,17 +49,17 @@ class RankGroups:
             raise SchemaError(f"{who}: {rows} rows cannot be split into {shards} shards")
         if task.spec.batch_rows is not None and task.spec.gives:
             raise SchemaError(f"{who}: a rank group acknowledges steps without writing columns")
-        for rank, asked in self._parked.of_group(command.task, command.group).items():
-            for other in asked.values():
-                replaced = rank == command.rank and other.session < session.id
-                if not replaced and other.command.token == command.token:  # not for a part of another lease
-                    for field in ("world_size", "shards", "count", "at_least", "partition", "parts"):
-                        mine, theirs = getattr(command, field), getattr(other.command, field)
-                        if mine != theirs:
-                            name = f"rank {rank} ({self._sessions.name(other.session)})"
-                            text = f"{who} asks with {field}={mine!r}, and {name} with {theirs!r}"
-                            raise ConfigError(f"{text}; all ranks of a group must ask alike")
-                    return  # the others are alike
+        for other in [each for asked in self._parked.of_group(command).values() for each in asked.values()]:
+            rank = other.command.rank
+            replaced = rank == command.rank and other.session < session.id
+            if not replaced and other.command.token == command.token:  # not for a part of another lease
+                for field in ("world_size", "shards", "count", "at_least", "partition", "parts"):
+                    mine, theirs = getattr(command, field), getattr(other.command, field)
+                    if mine != theirs:
+                        name = f"rank {rank} ({self._sessions.name(other.session)})"
+                        text = f"{who} asks with {field}={mine!r}, and {name} with {theirs!r}"
+                        raise ConfigError(f"{text}; all ranks of a group must ask alike")
+                return  # the others are alike
 
     def lease(self, session: Session, task: Task, command: cmd.LeaseRows, grant: Grant | None) -> cmd.Reply | None:
         """Lease to all ranks once each has asked. Return the shard of this one. ``grant``: the lease whose next part
@@ -81,22 +80,23 @@ class RankGroups:
             ids, step = found
             whole_groups = task.sampling.whole_groups and task.sampling.balanced and bool(task.sampling.measure)
             part = deal(self._state.rows, task, ids, number, whole_groups=whole_groups)
-        others = {rank: request for rank, request in asking.items() if rank != command.rank}
-        members = [session.id if rank == command.rank else others[rank].session for rank in range(size)]
+        sessions = {rank: request.session for rank, request in asking.items()} | {command.rank: session.id}
+        members = [sessions[rank] for rank in range(size)]
         shards = ShardedLease(command.group, members, part.bounds, finished=np.zeros(len(part.ids), bool))
         leased: cmd.Leased
         if command.parts:
-            leased = self._admission.deliver_part(session, task, grant, step, part, shards)
+            leased = self._admission.deliver_part(session, grant, step, part, shards)
         else:
             spans = [shards.span(rank) for rank in range(size)]
             shards.done.update(rank for rank, span in enumerate(spans) if span.start == span.stop)  # no rows
-            leased = self._admission.grant(session, task, part.ids, step, shards=shards)
+            leased = self._admission.grant(session, task, part.ids, step, group=shards)
         off = imbalance_of(self._state.rows, task, part)
         now, name, rows = self._state.context.now, task.spec.name, len(part.ids)
         event = ev.Balanced(time_s=now, task=name, shards=number, rows=rows, imbalance=off, step=step)
         self._state.context.publish(event)
-        for rank, request in others.items():
-            self._answer(request, _shard_of(leased, part, rank, size, off))
+        for rank, request in asking.items():
+            if rank != command.rank:
+                self._answer(request, _shard_of(leased, part, rank, size, off))
         return _shard_of(leased, part, command.rank, size, off)
 
     def _answer(self, request: ParkedRequest, reply: cmd.Reply | LeaseLost) -> None:
@@ -116,8 +116,11 @@ class RankGroups:
                 self._completion.void(grant, reason, blame=True)
         self._state.context.wake(request.place)
 
-    def complete(self, grant: Grant, shards: ShardedLease, command: cmd.Complete) -> cmd.Completed:
-        """Complete rows of a rank's shard, or acknowledge its shard of a step."""
+    def complete(self, session: Session, command: cmd.Complete) -> cmd.Reply:
+        """Complete rows of a lease or of a rank's shard, or acknowledge its shard of a step."""
+        grant = self._state.leases.held(session, command.token, command.rank)
+        if (shards := grant.shards) is None:
+            return self._completion.complete(grant, grant.ids, command)
         if grant.step != NONE:
             return self._acknowledge(grant, shards, command)
         span = shards.span(command.rank)
@@ -131,19 +134,20 @@ class RankGroups:
         self._mark_seen(grant, shards, command.rank, named)
         return cmd.Completed(revoked=pack_ids(revoked[~again]), again=pack_ids(revoked[again]))
 
-    def check_give_back(self, grant: Grant, rank: int) -> None:
-        """Raise LeaseLost if a rank has completed its shard."""
-        if grant.shards is not None and rank in grant.shards.done:
-            raise LeaseLost(
-                f"rank {rank} of group {grant.shards.group!r} has completed its shard of lease {grant.token}"
-            )
-
-    def gave_back(self, grant: Grant, command: cmd.GiveBack) -> None:
-        """Note the rows returned by a rank."""
-        shards = grant.shards
+    def give_back(self, session: Session, command: cmd.GiveBack) -> cmd.Reply:
+        """Return rows of a lease or of a rank's shard."""
+        leases, rank = self._state.leases, command.rank
+        grant = leases.held(session, command.token, rank)
+        shards, part = grant.shards, grant.part(rank)
+        if shards is not None and rank in shards.done:
+            raise LeaseLost(f"rank {rank} of group {shards.group!r} has completed its shard of lease {grant.token}")
+        named = positions(command.index, len(part))
+        held = part[named][leases.having(grant, part[named])]
+        reason = command.reason or f"given back by {session.name}"
+        self._completion.give_back(grant, held, reason, blame=command.blame)
         if shards is not None and grant.step == NONE:
-            span = shards.span(command.rank)
-            self._mark_seen(grant, shards, command.rank, positions(command.index, span.stop - span.start))
+            self._mark_seen(grant, shards, rank, named)
+        return cmd.Done()
 
     def session_closed(self, session: Session, reason: str, *, blame: bool) -> None:
         """Return the leases of a session, except those whose shards its ranks have completed."""
@@ -194,7 +198,7 @@ class RankGroups:
             for grant in task.group_leases.get(command.group, {}).values()
             if (shards := grant.shards) is not None and rank < shards.size and rank not in shards.done
         ]
-        return list(self._parked.of_group(command.task, command.group).get(rank, {}).values()), held
+        return list(self._parked.of_group(command).get(rank, {}).values()), held
 
     def _replaces(self, session: Session, task: Task, command: cmd.LeaseRows) -> bool:
         """True if an earlier session has requests or leases under this rank; they are voided when the request is
@@ -241,10 +245,10 @@ def _who(command: cmd.AllGather | cmd.LeaseRows) -> str:
 
 
 def _shard_of(whole: cmd.Leased, part: DealtPart, rank: int, world_size: int, off: float) -> cmd.Leased:
-    shard = rank * part.shards // world_size
+    shards = len(part.bounds) - 1
+    shard = rank * shards // world_size
     span = slice(part.bounds[shard], part.bounds[shard + 1])
+    dealt = {name: pack_ids(unpack_ids(getattr(whole, name))[span]) for name in ("ids", "groups", "completed_at")}
     return msgspec.structs.replace(
-        whole, ids=pack_ids(unpack_ids(whole.ids)[span]), groups=pack_ids(unpack_ids(whole.groups)[span]), rank=rank,
-        world_size=world_size, shard=shard, shards=part.shards, imbalance=off,
-        completed_at=pack_ids(unpack_ids(whole.completed_at)[span]) if whole.step != NONE else b"",
-    )  # fmt: skip
+        whole, rank=rank, world_size=world_size, shard=shard, shards=shards, imbalance=off, **dealt
+    )

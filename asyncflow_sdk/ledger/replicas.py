@@ -4,8 +4,7 @@ At most ``max_swapping`` replicas that could generate load at once, in order of 
 prompts before it loads (``ReplicaState.starved``) does not wait: it drains anyway, and would idle until it is its
 turn. With a ``quorum``, no replica loads a version before this many live replicas have staged or loaded it. Then the
 version is *committed*, and replicas without it get no prompts. A committed version may still be loaded while a newer
-uncommitted one is current.
-"""
+uncommitted one is current."""
 
 from __future__ import annotations
 
@@ -18,19 +17,17 @@ from .completion import RowCompletion
 from .pins import VersionPins
 from .state import LedgerState
 from .state.rows import NONE
-from .state.sessions import Grant, ParkedRequest, ReplicaState, Session
+from .state.sessions import Grant, ParkedRequest, Session
 from .state.versions import KeptVersion
-from .terminations import EXPIRED, Terminations
+from .terminations import EXPIRED
 
 
 class Replicas:
     """``numbers``: their sessions, an ordered set. ``swapping``: replicas with permission to load, and since when
     (ledger seconds)."""
 
-    def __init__(
-        self, state: LedgerState, terminations: Terminations, completion: RowCompletion, pins: VersionPins
-    ) -> None:
-        self._state, self._terminations, self._completion, self._pins = state, terminations, completion, pins
+    def __init__(self, state: LedgerState, completion: RowCompletion, pins: VersionPins) -> None:
+        self._state, self._completion, self._pins = state, completion, pins
         self._context, self._versions, self._tasks = state.context, state.versions, state.tasks
         self.numbers: dict[int, None] = {}
         self.swapping: dict[int, float] = {}
@@ -41,24 +38,30 @@ class Replicas:
 
     def lacking(self, version: int) -> list[Session]:
         """Return the replicas that have a version neither staged nor loaded."""
-        replicas = [(each, each.replica) for each in self.sessions()]
-        return [each for each, state in replicas if state and version not in (state.staged, each.loaded)]
+        found = self.sessions()
+        return [each for each in found if each.replica and version not in (each.replica.staged, each.loaded)]
 
-    def add(self, session: Session) -> ReplicaState:
-        """Make a session a replica if it is none. Return its state."""
+    def remove(self, session: Session, why: str) -> None:
+        """Forget a replica that ends or retires, and pass its permission to load on."""
+        self._release_swap(session, why)
+        self.numbers.pop(session.id, None)
+
+    def _follow(self, session: Session, **changes: Any) -> None:
+        """Set fields of a replica's state. The first ones make the session a replica."""
         self.numbers[session.id] = None
-        return session.become_replica()
+        session.follow(**changes)
 
-    def remove(self, session: int) -> None:
-        """Forget a session."""
-        self.numbers.pop(session, None)
+    def _begin(self, session: Session, version: int, doing: str, why: str = "") -> None:
+        self._follow(session, version=version, doing=doing, since=self._context.now, why=why)
+        if doing == "staged":
+            session.follow(staged=version)
+        elif doing == "failed" and session.replica is not None and session.replica.staged == version:
+            session.follow(staged=NONE)
 
-    def update(self, session: Session, version: int, doing: str, why: str = "", **transfer: Any) -> ReplicaState:
+    def _update(self, session: Session, version: int, doing: str, why: str = "", **transfer: Any) -> None:
         """Set and publish the replica's activity with a version. ``transfer``: numbers of the event."""
-        replica = self.add(session)
-        replica.begin(version, doing, self._context.now, why)
+        self._begin(session, version, doing, why)
         self._publish_state(session, version, doing, why, **transfer)
-        return replica
 
     def _publish_state(self, session: Session, version: int, state: str, detail: str, **transfer: Any) -> None:
         now, worker = self._context.now, session.name
@@ -102,14 +105,15 @@ class Replicas:
             if self._state.partitions.ended and (rollout is None or rollout.exhausted()):
                 raise Ended("no rollout will need another version")
             return None
-        self.update(session, found.version, "fetching").serve(command.task)
+        self._update(session, found.version, "fetching")
+        session.follow(task=command.task)
         return cmd.Version(version=found.version, parts=found.parts, source=found.source, probe=found.probe)
 
     def staged(self, session: Session, command: cmd.ReportStaged) -> cmd.Reply:
         """Note that a replica can load a version."""
         self._check_published(command.version)
         transfer = {name: getattr(command, name) for name in ("seconds", "moved", "encoding", "skipped")}
-        self.update(session, command.version, "staged", **transfer)
+        self._update(session, command.version, "staged", **transfer)
         self._context.wake_session("swap", session.id)  # its request may have to be refused
         self.commit()
         return cmd.Done()
@@ -133,28 +137,28 @@ class Replicas:
         if full and session.id not in self.swapping and not session.replica.starved:
             return None
         self.swapping.setdefault(session.id, self._context.now)
-        self.update(session, version, "swapping")
+        self._update(session, version, "swapping")
         return cmd.Permitted(version=version)
 
     def loaded(self, session: Session, command: cmd.ReportLoaded) -> cmd.Reply:
         """Note that a replica generates with a version from now on."""
-        version, versions, now = command.version, self._versions, self._context.now
+        version, versions = command.version, self._versions
         self._check_published(version, least=0)
         taken = versions.current != NONE or versions.own_zero is False
         if command.own and taken:
             return cmd.Done()  # version 0 is not this: it loads a published version first
         session.load(version, claimed=command.own or (version == 0 and not taken))
         if (replica := session.replica) is not None:
-            replica.starve(False)
+            session.follow(starved=False)
             if version >= replica.version:
-                replica.begin(version, "", now)
+                self._begin(session, version, "")
         self._apply_to_prompts(session, version)
         self._wake_uncommitted()
         if self._state.partitions.pins:  # it may fetch the next version now
             self._context.wake("version")
         self._tasks.wake_replica(session.id)
         lag = max(versions.current - version, 0)
-        self._context.publish(ev.Loaded(time_s=now, worker=session.name, version=version, lag=lag))
+        self._context.publish(ev.Loaded(time_s=self._context.now, worker=session.name, version=version, lag=lag))
         self._end_swap(session.id)
         self.commit()
         return cmd.Done()
@@ -162,38 +166,36 @@ class Replicas:
     def not_loaded(self, session: Session, command: cmd.ReportLoadFailed) -> cmd.Reply:
         """Note that a replica could not fetch or load a version."""
         self._check_published(command.version)
-        self.update(session, command.version, "failed", command.reason)
+        self._update(session, command.version, "failed", command.reason)
         self._wake_uncommitted()
         self._context.wake_session("swap", session.id)  # its request may have to be refused
         self._end_swap(session.id)
         return cmd.Done()
 
-    def retire(self, session: Session) -> cmd.Reply:
+    def retire(self, session: Session, command: cmd.Retire) -> cmd.Reply:
         """Make a session a replica no more."""
-        self.release_swap(session, "it retired")
+        self.remove(session, "it retired")
         session.retire()
-        self.remove(session.id)
         self._context.wake("version", "swap")  # its own requests there are refused
         self._tasks.wake_replica(session.id)
         return cmd.Done()
 
     def parked(self, request: ParkedRequest) -> None:
         """Make the session of a parked request a replica."""
-        replica = self.add(self._state.sessions.by_id[request.session])
-        if isinstance(request.command, cmd.AwaitVersion):
-            replica.serve(request.command.task)
-        if isinstance(request.command, cmd.Swap):
-            replica.begin(request.command.version, "waits", self._context.now)
+        session, command = self._state.sessions.by_id[request.session], request.command
+        if isinstance(command, cmd.AwaitVersion):
+            self._follow(session, task=command.task)
+        else:
+            self._begin(session, command.version, "waits")
 
     def reply_undelivered(self, session: int, version: int) -> None:
         """Revoke a permission that did not reach the replica: the version is staged, as before."""
-        replica = self._state.sessions.by_id[session].replica
-        if session in self.swapping and replica is not None and replica.version == version:
-            self.release_swap(self._state.sessions.by_id[session], "its request was dropped")
-            replica.begin(version, "staged", self._context.now)
+        replica = self._state.sessions.by_id[session] if session in self.swapping else None
+        if replica is not None and replica.replica is not None and replica.replica.version == version:
+            self._release_swap(replica, "its request was dropped")
+            self._begin(replica, version, "staged")
 
-    def release_swap(self, session: Session, why: str) -> None:
-        """Pass the permission to load on to another replica."""
+    def _release_swap(self, session: Session, why: str) -> None:
         if session.id in self.swapping and session.replica is not None:
             self._publish_state(session, session.replica.version, "released", why)
         self._end_swap(session.id)
@@ -230,7 +232,7 @@ class Replicas:
             grant.load(version)
             if lineage.rolled_back(version):
                 ids = self._state.leases.outstanding(grant)
-                self._terminations.end_groups(ids, EXPIRED, f"version {version} was rolled back")
+                self._completion.terminations.end_groups(ids, EXPIRED, f"version {version} was rolled back")
 
     def _prompts(self, session: Session) -> list[Grant]:
         return [grant for grant in session.leases.values() if self._tasks[grant.task].spec.admits]

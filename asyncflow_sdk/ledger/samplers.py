@@ -175,7 +175,6 @@ class TaskSamplers:
         return chosen
 
     def _choose(self, task: Task, window: Ids, count: int, room: int) -> bytes:
-        """Call the sampler. Return the chosen ids. Raises PluginError."""
         assert task.spec.sampler is not None
         rows, name, whole = self._state.rows, task.spec.name, task.whole_groups
         groups = rows.first[rows.at(window)]

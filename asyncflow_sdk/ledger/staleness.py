@@ -24,8 +24,7 @@ class Wait(StalenessPolicy):
 
     k is the step being filled (it trains version k), s its free slots of B, L_j the rows under way with deadline j or
     earlier. Invariant H: for all j >= k, L_j <= s + (j - k)·B. Both methods preserve it, so no row passes its
-    deadline unselected, and no row can block a step for ever.
-    """
+    deadline unselected, and no row can block a step for ever."""
 
     promise = "no trained token is older than max_staleness, and no row is given up: steps wait for stragglers"
 
@@ -47,8 +46,7 @@ class Drop(StalenessPolicy):
 
     Rows under way are bounded in all: with deadline d, n more may start while L + n <= s + (d - k)·B. So when a step
     closes, at most max_staleness·B rows are under way and can expire: at most max_staleness / (max_staleness + 1) of
-    all rows, none at 0. Long rows expire first: watch the lengths of trained rows.
-    """
+    all rows, none at 0. Long rows expire first: watch the lengths of trained rows."""
 
     promise = "no trained token is older than max_staleness: rows that take too long expire and are replaced"
 
@@ -62,8 +60,7 @@ class Count(StalenessPolicy):
 
     While version v is the newest, (max_staleness + v + 1)·B rows may have started. Accepted rows and rows under way
     count; filtered and failed ones do not. Tokens are no older than max_staleness on average, but a single one may
-    be: a slow row is trained whenever it is complete, and a lagging replica continues.
-    """
+    be: a slow row is trained whenever it is complete, and a lagging replica continues."""
 
     promise = "only the number of rows under way is bounded: a trained token may be older than max_staleness"
     bounded = False

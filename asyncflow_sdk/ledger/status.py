@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -20,11 +19,10 @@ from .state import LedgerState
 from .state.rows import NONE
 from .state.sessions import Grant, ParkedRequest, Session
 from .state.tasks import LEASED, READY, SELECTED, TASK_STATES, WAITING, Task
+from .terminations import MAX_NAMED, join_some
 
 MAX_LISTED = 100
 """Limit of explained requests, the longest waiting, and of listed sessions, the oldest."""
-MAX_NAMED = 5
-"""Number of sessions named in a sentence."""
 
 
 class StatusReporter:
@@ -40,14 +38,16 @@ class StatusReporter:
     def _age(self, since: float) -> float:
         return self._state.context.now - since
 
+    def _since(self, session: int, since: float, doing: str = "") -> str:
+        return f"{self._name(session)}{doing} for {self._age(since):.1f} s"
+
     def explain(self, request: ParkedRequest) -> str:
         """Return how long a request has waited, and why; for a part of a step, with its unfinished groups. The cost
         may depend on the number of live rows."""
-        text = f"after {self._age(request.since):.1f} s: {self.why(request)}"
         command = request.command
-        if isinstance(command, cmd.LeaseRows) and command.parts and self._full_step(command) is None:
-            text += self._unfinished_groups()
-        return text
+        open_step = isinstance(command, cmd.LeaseRows) and command.parts and self._full_step(command) is None
+        groups = self._unfinished_groups() if open_step else ""
+        return f"after {self._age(request.since):.1f} s: {self.why(request)}{groups}"
 
     def why(self, request: ParkedRequest) -> str:
         """Return what a request waits for, who should provide it, and since when."""
@@ -74,14 +74,13 @@ class StatusReporter:
     def _why_no_newer(self, command: cmd.AwaitVersion) -> str:
         current, committed, text = self._versions.current, self._versions.committed, self._why_no_version()
         if committed <= command.after < current in self._versions.kept:
-            first = f"the committed version {committed} must be loaded first"
-            return f"version {current} is current but not committed; {first}; {text}"
+            text = f"the committed version {committed} must be loaded first; {text}"
+            return f"version {current} is current but not committed; {text}"
         return f"no version newer than {command.after}; {text}"
 
     def _why_pinned(self) -> str:
-        partitions = self._state.partitions
-        names = {number: name for name, number in partitions.numbers.items()}
-        held = ", ".join(f"{names[number]!r} (version {pin.version})" for number, pin in partitions.pins.items())
+        names, pins = self._state.partitions.names, self._state.partitions.pins
+        held = ", ".join(f"{names[number]!r} (version {pin.version})" for number, pin in pins.items())
         return f"the last version is kept for partitions whose rows, or their end, are still to come: {held}"
 
     def _why_none_wanted(self, command: cmd.AwaitRowsWanted) -> str:
@@ -94,7 +93,6 @@ class StatusReporter:
         return f"enough rows are queued{steps}"
 
     def _why_no_barrier(self, request: ParkedRequest) -> str:
-        """Name the missing ranks, and the barriers where they wait instead."""
         command = request.command
         alike = [each for each in self._parked.at(request.place) if each.command.world_size == command.world_size]
         here = {command.rank, *(each.command.rank for each in alike if each.command.what == command.what)}
@@ -110,18 +108,16 @@ class StatusReporter:
         return _joined(f"{group} have not reached {command.what!r}", *others)
 
     def _what_there_is(self, command: cmd.LeaseRows) -> str:
-        """Describe the ready rows, if the request needs more."""
         task, limits = self._tasks[command.task], self._state.limits
         if command.parts:
             return self._what_there_is_of_a_step(command)
         where = None if command.partition is None else self._state.partitions.number(command.partition)
         fit = max((n for partition, n in task.fit.items() if where in (None, partition)), default=0)
-        least = max(command.at_least, 1)
+        least, sampler = max(command.at_least, 1), task.spec.sampler
         if not fit:
             return "nothing to give"
-        if fit >= least and task.spec.sampler is not None:
-            sampler = task.spec.sampler.name
-            return f"nothing to give: {fit} rows are ready, and sampler {sampler!r} chooses none of them"
+        if fit >= least and sampler is not None:
+            return f"nothing to give: {fit} rows are ready, and sampler {sampler.name!r} chooses none of them"
         text = f"{fit} of {least} rows"
         if (first := self._parked.first("put")) is not None:
             count = first.command.groups * first.command.group_size
@@ -131,71 +127,62 @@ class StatusReporter:
         return text
 
     def _what_there_is_of_a_step(self, command: cmd.LeaseRows) -> str:
-        """Describe the rows selected for the next part of a step."""
         window, grant = self._steps.window, self._state.leases.by_token.get(command.token)
         if (full := self._full_step(command)) is not None:
             return f"rows of step {full}, which is full"
         selected = window.batch_rows - window.free - (0 if grant is None else grant.left)
-        other = next((each for each in self._steps.task.leases.values() if each.step == window.step), None)
-        if grant is None and other is not None:
-            who = self._name(other.session)
-            return f"nothing to give: {who} has step {window.step}, the one being filled, in parts"
+        for other in self._steps.task.leases.values():
+            if grant is None and other.step == window.step:
+                who = self._name(other.session)
+                return f"nothing to give: {who} has step {window.step}, the one being filled, in parts"
         return f"{selected} of {max(command.at_least, 1)} rows for the next part of step {window.step}"
 
     def _full_step(self, command: cmd.LeaseRows) -> int | None:
-        """Return the step of a request for a part if it is full."""
         steps, grant = self._state.steps, self._state.leases.by_token.get(command.token)
         if grant is not None:
             return grant.step if grant.step != steps.window.step else None
         return steps.closed[0][0] if steps.closed else None
 
     def _unfinished_groups(self) -> str:
-        """List groups that may fill the open step and are not finished, earliest deadline first, and who works on
-        them."""
+        """Name unfinished groups that may fill the open step, earliest deadline first, and their holders."""
         steps, rows = self._steps, self._state.rows
-        live = rows.live_ids()
-        at = rows.at(live)
-        late = steps.unselected_at(at) & (steps.task.state[at] == WAITING)
-        live, at = live[late], at[late]
+        at = rows.at(rows.live_ids())
+        at = at[steps.unselected_at(at) & (steps.task.state[at] == WAITING)]
         deadlines = np.where(rows.deadline[at] == NONE, np.iinfo(np.int64).max, rows.deadline[at])
-        firsts = list(dict.fromkeys(rows.first[at][np.lexsort((live, deadlines))].tolist()))
-        groups = join_some(self._unfinished_group(live[rows.first[at] == first]) for first in firsts[:MAX_NAMED])
-        more = f" and {len(firsts) - MAX_NAMED} more" if len(firsts) > MAX_NAMED else ""
-        return f". Unfinished groups of step {steps.window.step}: {groups}{more}" if firsts else ""
+        firsts = list(dict.fromkeys(rows.first[at][np.lexsort((at, deadlines))].tolist()))
+        groups = [self._unfinished_group(at[rows.first[at] == first]) for first in firsts[:MAX_NAMED]]
+        named = join_some([*groups, *firsts[MAX_NAMED:]])
+        return f". Unfinished groups of step {steps.window.step}: {named}" if firsts else ""
 
-    def _unfinished_group(self, ids: Ids) -> str:
-        """Name the rows of a group, and for each task its holders or the number of ready rows."""
-        parts, at = [], self._state.rows.at(ids)
+    def _unfinished_group(self, at: Ids) -> str:
+        parts, first = [], at[0] + self._state.rows.base
         for task in self._tasks:
             states, tokens, name = task.state[at], task.token[at], repr(task.spec.name)
             if ready := int((states == READY).sum()):
                 parts.append(f"{ready} ready for task {name}")
             for token, count in zip(*np.unique(tokens[states == LEASED], return_counts=True), strict=True):
                 grant = self._state.leases.by_token[int(token)]
-                who = f"{self._name(grant.session)} for {self._age(grant.since):.1f} s"
-                parts.append(f"{count} leased in task {name} by {who}")
-        span = f"row {ids[0]}" if len(ids) == 1 else f"{len(ids)} rows from {ids[0]} on"
+                parts.append(f"{count} leased in task {name} by {self._since(grant.session, grant.since)}")
+        span = f"row {first}" if len(at) == 1 else f"{len(at)} rows from {first} on"
         return f"{span} ({', '.join(parts) or 'in no task'})"
 
     def _why_no_room(self, put: cmd.AddRows) -> str:
         limits, budget, steps = self._state.limits, self._state.budget, self._steps
         count, live = self._state.keys.rows_in(put), budget.occupied
         holding = self._holding(list(self._tasks.by_name)) or "no task has any rows; declare one or end the run"
-        if live + count <= limits.capacity_rows:
-            reserve = max(count * budget.reserve, put.nbytes)
-            if budget.charged + reserve <= limits.capacity_bytes:
-                return "earlier puts wait for room, and this one is behind them"
-            held = f", and by {budget.held} trained rows not covered by a checkpoint" if budget.held else ""
-            return (
-                f"{count} more rows may take {reserve} bytes, and the queue has {budget.charged} of"
-                f" {limits.capacity_bytes} bytes taken or reserved by {live} rows{held}; {holding}"
-            )
-        full = f"{count} more rows do not fit: the queue has {live} of {limits.capacity_rows} rows"
-        lacks = steps.window.free - steps.unselected if steps.lacks_rows else 0
-        if lacks and count + steps.window.batch_rows - lacks > limits.capacity_rows:
-            more = f"step {steps.window.step} cannot fill without {lacks} more"
-            return f"{full}, and {more}; put fewer at a time, or set a larger capacity_rows"
-        return f"{full}; {holding}"
+        reserve = max(count * budget.reserve, put.nbytes)
+        if live + count > limits.capacity_rows:
+            full = f"{count} more rows do not fit: the queue has {live} of {limits.capacity_rows} rows"
+            lacks = steps.window.free - steps.unselected if steps.lacks_rows else 0
+            if lacks and count + steps.window.batch_rows - lacks > limits.capacity_rows:
+                more = f"step {steps.window.step} cannot fill without {lacks} more"
+                return f"{full}, and {more}; put fewer at a time, or set a larger capacity_rows"
+            return f"{full}; {holding}"
+        if budget.charged + reserve <= limits.capacity_bytes:
+            return "earlier puts wait for room, and this one is behind them"
+        held = f" and {budget.held} trained rows not covered by a checkpoint" if budget.held else ""
+        taken = f"{budget.charged} of {limits.capacity_bytes} bytes taken or reserved by {live} rows{held}"
+        return f"{count} more rows may take {reserve} bytes, and the queue has {taken}; {holding}"
 
     def _why_no_rows(self, request: ParkedRequest) -> str:
         command, task, steps = request.command, self._tasks[request.command.task], self._steps
@@ -206,11 +193,9 @@ class StatusReporter:
             return "rows that were held by a lost worker are tried with fewer others first, and this one holds enough"
         if task.spec.admits and not steps.declared:
             return "no task with batch_rows (train) is declared, so the staleness rule cannot admit anything"
-        failed = sum(home.rows_failed for home in self._state.homes.by_number.values())
-        lost = ""
-        if failed and not self._parked.feeders:
-            lost = f"{failed} rows were lost with their hosts: put them again with their keys"
-        where = command.partition
+        failed, where = sum(home.rows_failed for home in self._state.homes.by_number.values()), command.partition
+        fed = not failed or self._parked.feeders
+        lost = "" if fed else f"{failed} rows were lost with their hosts: put them again with their keys"
         if not task.left():
             return _joined("every row put has been through it; put more, or end the stream", lost)
         if where is not None and not task.left(self._state.partitions.number(where)):
@@ -262,10 +247,9 @@ class StatusReporter:
                     pending.append(other)
         admitting = [name for name in names if self._tasks[name].spec.admits]
         if admitting and not self._steps.declared:
-            columns.append(
-                f"task {admitting[0]!r} starts no row before a task with batch_rows is declared, and none is: declare"
-                ' the task that trains with its rows of a step, as in run.consumer("train", batch_size=256)'
-            )
+            text = 'declare the task that trains with its rows of a step, as in run.consumer("train", batch_size=256)'
+            starts = "starts no row before a task with batch_rows is declared, and none is"
+            columns.append(f"task {admitting[0]!r} {starts}: {text}")
             names = [name for name in names if name not in admitting]
         return _joined(*columns, self._holding(names))
 
@@ -284,24 +268,21 @@ class StatusReporter:
         return parts
 
     def _holding(self, names: list[str]) -> str:
-        """Describe rows ready or leased in tasks, and their holders."""
         parts = []
         for name in names:
             task = self._tasks[name]
             ready = task.counts[READY] + task.counts[SELECTED]
-            preparing = join_some(
-                f"{self._name(session)} is {each.what} for {self._age(each.since):.1f} s"
-                for session, each in self._state.sessions.preparing.items()
-                if each.task == name
-            )
+            prepared = self._state.sessions.preparing.items()
+            others = [(number, since, f" is {each.what}") for number, (each, since) in prepared if each.task == name]
+            preparing = join_some(self._since(*each) for each in others)
             if ready:
                 nobody = "" if self._parked.first(task.place) or preparing else ", and no client requests them"
                 parts.append(f"{ready} rows are ready for task {name!r}{nobody}")
             parts.append(preparing)
             if task.leases:
                 oldest = next(iter(task.leases.values()))
-                by = f"the oldest by {self._name(oldest.session)} for {self._age(oldest.since):.1f} s"
-                parts.append(f"{task.counts[LEASED]} rows are leased in task {name!r}, {by}")
+                by = self._since(oldest.session, oldest.since)
+                parts.append(f"{task.counts[LEASED]} rows are leased in task {name!r}, the oldest by {by}")
         return _joined(*parts)
 
     # ---- versions: who writes, fetches, may load or failed to load one
@@ -315,19 +296,15 @@ class StatusReporter:
         text = f"version {announced.version} was announced {since:.1f} s ago by {first}"
         if size == 1:
             return f"{text}, not published yet"
-        lacks = (
-            f"rank {rank} ({self._name(ranks[rank]) if rank in ranks else 'no session'})"
-            for rank in range(size)
-            if rank not in announced.parts
-        )
+        names = {rank: self._name(ranks[rank]) if rank in ranks else "no session" for rank in range(size)}
+        lacks = [f"rank {rank} ({name})" for rank, name in names.items() if rank not in announced.parts]
         return f"{text} and lacks {join_some(lacks)}"
 
     def _why_no_swap(self, request: ParkedRequest) -> str:
         version, limits = request.command.version, self._state.limits
         if limits.quorum and version > self._versions.committed:
             return self._why_uncommitted(version)
-        swapping = self._replicas.swapping.items()
-        loading = join_some(f"{self._name(session)} for {self._age(since):.1f} s" for session, since in swapping)
+        loading = join_some(self._since(*swapping) for swapping in self._replicas.swapping.items())
         earlier = sum(other.since < request.since for other in self._parked.at("swap"))
         queue = f"{earlier} waited before it" if earlier else ""
         return _joined(f"at most {limits.max_swapping} at a time (max_swapping), now {loading}", queue)
@@ -337,10 +314,8 @@ class StatusReporter:
         lacks = self._replicas.lacking(version)
         text = f"{len(replicas) - len(lacks)} of the {quorum} required replicas (quorum) have it staged"
         without = f"without it: {join_some(map(self._doing, lacks))}" if lacks else ""
-        few = (
-            f"there are {len(replicas)} replicas, {quorum - len(replicas)} too few" if len(replicas) < quorum else ""
-        )
-        return _joined(text, without, few)
+        few = quorum - len(replicas)
+        return _joined(text, without, f"there are {len(replicas)} replicas, {few} too few" if few > 0 else "")
 
     def _doing(self, session: Session) -> str:
         if session.replica is None or not session.replica.doing:
@@ -358,7 +333,9 @@ class StatusReporter:
         window, tasks = self._steps.window if self._steps.declared else None, self._tasks.by_name.items()
         waiting = list(self._parked.by_ticket.values())
         longest = heapq.nsmallest(MAX_LISTED, waiting, key=lambda request: request.since)
-        parked = tuple(map(self._parked_status, longest))
+        parked = tuple(
+            ParkedStatus(verb=verb_of(each.command), why=self.why(each), **self._client(each)) for each in longest
+        )
         ended = dict(zip(TERMINAL, state.rows.ended[1:].tolist(), strict=True))
         steps = self._steps.task.leases.values() if window else ()
         return StatusReport(
@@ -410,7 +387,7 @@ class StatusReporter:
             task=oldest.task if oldest else "", held_s=self._age(oldest.since) if oldest else 0.0,
             replica=replica is not None, weights=doing(session),
             weights_s=self._age(replica.since) if replica is not None and replica.doing else 0.0,
-            prepares=preparing.what if preparing else "", prepares_s=self._age(preparing.since) if preparing else 0.0,
+            prepares=preparing[0].what if preparing else "", prepares_s=self._age(preparing[1]) if preparing else 0.0,
         )  # fmt: skip
 
     def _version_statuses(self) -> tuple[VersionStatus, ...]:
@@ -426,16 +403,12 @@ class StatusReporter:
         )  # fmt: skip
 
     def _lease_status(self, grant: Grant) -> LeaseStatus:
-        return LeaseStatus(
-            token=grant.token, task=grant.task, session=grant.session, name=self._name(grant.session), rows=grant.left,
-            since_s=self._age(grant.since), left_s=-self._age(grant.expires),
-        )  # fmt: skip
+        return LeaseStatus(token=grant.token, task=grant.task, rows=grant.left, **self._client(grant))
 
-    def _parked_status(self, request: ParkedRequest) -> ParkedStatus:
-        return ParkedStatus(
-            session=request.session, name=self._name(request.session), verb=verb_of(request.command),
-            why=self.why(request), since_s=self._age(request.since), left_s=-self._age(request.expires),
-        )  # fmt: skip
+    def _client(self, held: Grant | ParkedRequest) -> dict[str, Any]:
+        """Return the client of a lease or a request, and its times, as fields of its status."""
+        since_s, left_s = self._age(held.since), -self._age(held.expires)
+        return {"session": held.session, "name": self._name(held.session), "since_s": since_s, "left_s": left_s}
 
 
 def doing(session: Session) -> str:
@@ -446,15 +419,7 @@ def doing(session: Session) -> str:
     return f"{words} {replica.version}{f': {replica.why}' if replica.why else ''}"
 
 
-def join_some(things: Iterable[str]) -> str:
-    """Join the first MAX_NAMED items, and count the others."""
-    known = list(things)
-    more = f" and {len(known) - MAX_NAMED} more" if len(known) > MAX_NAMED else ""
-    return ", ".join(known[:MAX_NAMED]) + more
-
-
 def _joined(*parts: str) -> str:
-    """Join the parts that are not empty."""
     return "; ".join(filter(None, parts))
 
 
@@ -463,7 +428,6 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _share_rows(one: Task, other: Task) -> bool:
-    """True if both tasks take rows of some partition."""
     return "*" in other.spec.partitions or any(other.spec.takes(each) or each == "*" for each in one.spec.partitions)
 
 

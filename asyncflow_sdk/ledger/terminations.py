@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from ..types import events as ev
 from ..types.reports import TERMINAL
@@ -15,7 +16,8 @@ from .state.tasks import Task
 CONSUMED, FILTERED, EXPIRED, FAILED, CANCELLED = range(1, 1 + len(TERMINAL))
 MAX_REASONS, REASON_LENGTH = 200, 300
 """Number of reasons counted separately, and of characters of their first lines."""
-MAX_NAMED_ROWS = 8
+MAX_NAMED, MAX_NAMED_ROWS = 5, 8
+"""Number of sessions or others, and of rows, named in a sentence."""
 
 
 class Terminations:
@@ -65,7 +67,8 @@ class Terminations:
             self.reasons[f"{ended}: {reason}"] += ids.size
         context.wake("put", "wanted")
         for grant, gone in broken:  # what was computed from a step in parts includes them
-            self.give_back_step(grant, f"{_named(gone)} of its step ended ({ended}): {given}")
+            rows = f"row{'s' * (gone.size > 1)} {join_some(gone.tolist(), MAX_NAMED_ROWS)}"
+            self.give_back_step(grant, f"{rows} of its step ended ({ended}): {given}")
 
     def withdraw(self, task: Task, ids: Ids, left: tuple[Ids, Ids]) -> list[tuple[Grant, Ids]]:
         """Remove rows from leases, after ``Task.leave``. Return broken leases of steps in parts with their rows."""
@@ -108,16 +111,16 @@ class Terminations:
         known = not line or f"{state}: {line}" in self.reasons
         return line if known or len(self.reasons) < MAX_REASONS else "other reasons"
 
-    def cancel_live(self, partition: str | None, reason: str) -> int:
-        """Cancel live rows outside full steps, in one partition or all. Return their number."""
+    def end_live(self, partition: int | None, state: int, reason: str) -> int:
+        """End live rows outside full steps, of one partition or of all. Return their number."""
         live = self._rows.live_ids()
         if partition is not None:
-            partitions = self._state.partitions
-            live = dict(partitions.split(live)).get(partitions.number(partition), live[:0])
-        return self.end_groups(live, CANCELLED, reason)
+            live = live[self._rows.partition[self._rows.at(live)] == partition]
+        return self.end_groups(live, state, reason)
 
 
-def _named(ids: Ids) -> str:
-    """Name the first rows, and count the others."""
-    more = f" and {ids.size - MAX_NAMED_ROWS} more" if ids.size > MAX_NAMED_ROWS else ""
-    return f"row{'s' * (ids.size > 1)} {', '.join(map(str, ids[:MAX_NAMED_ROWS].tolist()))}{more}"
+def join_some(things: Iterable[object], named: int = MAX_NAMED) -> str:
+    """Join the first items, ``named`` ones, and count the others."""
+    known = list(things)
+    more = f" and {len(known) - named} more" if len(known) > named else ""
+    return ", ".join(map(str, known[:named])) + more

@@ -1,11 +1,9 @@
 """A ledger that is checked from outside after every input: by its replies, events, audit and status.
 
-The model below knows of a row only what commands and replies say of it. It predicts little; it checks what must hold
-whatever the ledger chooses: each row ends once, columns are written once, a row is leased to one holder at a time and
-completed once by each task, steps are whole and in order, no trained token is too old, versions rise, groups stay
-together, and a request waits only while nothing can be given. Like a server's index, it knows the home of each column of
-each row; it answers lost homes with the columns that were there, and checks which rows fail.
-"""
+The model below knows of a row only what commands and replies say of it. It checks what must hold whatever the ledger
+chooses: rows end once, columns are written once, a row has one holder at a time and is completed once by each task,
+steps are whole and in order, no trained token is too old, versions rise, groups stay together, and a request waits
+only while nothing can be given. Like a server's index, it knows the home of each column of each row."""
 
 from __future__ import annotations
 
@@ -24,7 +22,9 @@ import numpy as np
 from asyncflow_sdk.errors import AsyncFlowError, DeadlineExceeded, Ended, LeaseLost, WriteOnceError
 from asyncflow_sdk.ledger import TERMINAL, Effects, Ledger, TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
+from asyncflow_sdk.ledger.state import LedgerState
 from asyncflow_sdk.ledger.state.context import HomeLoss, LostColumns
+from asyncflow_sdk.ledger.state.tasks import APART, DONE, LEASED
 from asyncflow_sdk.queue import snapshot
 from asyncflow_sdk.queue.recovery import digest_of
 from asyncflow_sdk.types import events as ev
@@ -277,7 +277,7 @@ class CheckedLedger:
 
     def _observe(self, effects: Effects, first: int = 0) -> None:
         """``first``: the ticket whose answer comes before the others."""
-        self.ledgers[0].state.tasks.check()
+        _recount(self.ledgers[0].state)
         for twin in self.ledgers[1:]:
             assert _plain(effects) == _plain(twin.drain()), "a command that failed has changed what happens"
             assert self.next_deadline() == twin.next_deadline()
@@ -815,6 +815,18 @@ class CheckedLedger:
                 continue
             if sure and command.world_size == 1 and not command.at_least and not self._suspects(session, task):
                 assert not self._ready(task, command.partition), f"{command} waits, and rows are ready"
+
+
+def _recount(state: LedgerState) -> None:
+    """Compare the counters of tasks with their arrays."""
+    at = state.rows.at(state.rows.live_ids())
+    where, states = state.rows.partition[at], [task.state[at] for task in state.tasks]
+    for task, each in zip(state.tasks, states, strict=True):
+        for number, counts in task.by_partition.items():
+            assert counts == np.bincount(each[where == number], minlength=APART)[:APART].tolist(), task.place
+        assert sum(task.counts) == (each != APART).sum(), task.place
+        assert sum(grant.left for grant in task.leases.values()) == task.counts[LEASED], task.place
+    assert (sum(each < DONE for each in states) == state.rows.todo[at]).all()
 
 
 def _ended(events: Iterable[Any], reason: str = "") -> Counter[str]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from checked_ledger import CheckedLedger
 
 from asyncflow_sdk.errors import AsyncFlowError, WriteOnceError
-from asyncflow_sdk.interfaces import Sampler, StalenessPolicy
 from asyncflow_sdk.ledger import TaskSpec, unpack_ids
 from asyncflow_sdk.ledger import commands as cmd
 from asyncflow_sdk.types import ColumnSpec
@@ -30,12 +28,7 @@ class Queue(CheckedLedger):
     ``sampler``, ``policy``: what every name of one stands for. ``limits``: of the run."""
 
     def __init__(
-        self,
-        *tasks: TaskSpec,
-        options: dict[str, Any] | None = None,
-        sampler: Callable[..., Sampler] | None = None,
-        policy: StalenessPolicy | None = None,
-        **limits: Any,
+        self, *tasks: TaskSpec, options: Any = None, sampler: Any = None, policy: Any = None, **limits: Any
     ) -> None:
         made = dict(options or {})
         if sampler is not None:
@@ -75,18 +68,14 @@ class Queue(CheckedLedger):
         for command in publishing(version)[1:3]:
             self.do(self.admin, command)
 
-    def free_publisher(self) -> None:
-        """Whoever publishes gives it up."""
-        for session in list(self.sessions):
-            self.send(session, cmd.ClosePublisher())
-
     def publish_due(self) -> bool:
         """Restore or publish what the next step needs, by the admin. Returns True if a version was published."""
         cut = self.send(self.admin, cmd.GetTrainingPosition())
         number = 0 if self.version < 0 else cut.version
         if self.version >= number:
             return False
-        self.free_publisher()
+        for session in list(self.sessions):
+            self.send(session, cmd.ClosePublisher())
         if cut.restore >= 0:
             assert self.send(self.admin, cmd.ReportRestored(version=cut.restore)) == cmd.Done()
         opened, _, published, closed = [self.send(self.admin, command) for command in publishing(number)]

@@ -91,8 +91,7 @@ class World(Queue):
         assert isinstance(opened, cmd.HomeOpened | ConfigError), opened  # another unit may have it
 
     def strike(self, number: int) -> None:
-        """Something happens to a home: its unit dies, and comes back in time, late, with other contents, or never; or a person
-        evicts it, and it comes back."""
+        """Kill the unit of a home, to come back in time, late, with other contents or never; or evict the home."""
         home = self.homes[number]
         what = self.random.choice(["in time", "late", "wiped", "never", "evicted"])
         if number not in self.live_homes():
@@ -140,7 +139,7 @@ class World(Queue):
 
 
 class Gone(Exception):
-    """Ends the work of a worker that died, or that was told the end."""
+    """Ends the work of a worker that died, or was told the end."""
 
 
 @dataclass
@@ -256,9 +255,8 @@ def feed(worker: Worker, size: int, most: int) -> Work:
 
 
 def work(worker: Worker, eager: bool = False, straggles: float = 0.0, filters: float | None = None) -> Work:
-    """Complete rows in parts, in any order. A replica (without ``filters``): one by one, and not all; loads new weights when
-    told, or (eager) when it likes. A stage filters some groups, and gives some rows back. ``straggles``: how often it takes
-    a hundred times as long."""
+    """Complete rows in parts, in any order. A replica (without ``filters``): one by one, and not all; loads new weights
+    when told, or (eager) at will. A stage filters and returns some. ``straggles``: share of turns 100 times as long."""
     world = worker.world
 
     def end(lease: cmd.Leased, at: list[int]) -> Work:

@@ -1,13 +1,9 @@
 """Homes of payload: units open them, leave and return, and homes without a unit are given up.
 
 Home 0 is the server's own memory. A storage unit serves each other one. A unit that dies loses nothing, because its
-memory outlives it: the home is *absent* until another unit opens it with the same identity. An epoch is lost once:
-when its home was absent for ``home_silence_s``, when a person evicts it, or when its contents are known to be gone.
-It never becomes live again; the home may begin a new epoch.
-
-The ledger does not know the home of a block. Each loss is an effect, and the server answers it with
-``Ledger.lose_homes`` before the next input.
-"""
+memory outlives it: the home is *absent* until another unit opens it. An epoch is lost once: when its home was absent
+for ``home_silence_s``, when a person evicts it, or when its contents are known to be gone. The ledger does not know
+the home of a block: each loss is an effect, answered by ``Ledger.lose_homes`` before the next input."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ class Homes:
         self._context, self._limits, self._sessions = context, limits, sessions
         self.by_number: dict[int, cmd.HomeInfo] = {}
         self.absent: dict[int, cmd.HomeInfo] = {}
-        self.deadlines: Timers[Any] = Timers(self.absent)
+        self.deadlines = Timers(self.absent)
 
     def is_live(self, number: int, epoch: int) -> bool:
         """True if blocks may be in this epoch of a home: it was opened and is not lost."""
@@ -81,10 +77,8 @@ class Homes:
             known = ", ".join(map(_named, self.by_number.values())) or "none"
             raise ConfigError(f"home {number} was never opened; opened are: {known}")
         if not self.is_live(number, epoch):
-            state = f"lost: {home.lost}" if home.lost else "live"
-            raise ConfigError(
-                f"epoch {epoch} of {_named(home)} cannot be evicted: the newest epoch is {home.epoch}, which is {state}"
-            )
+            newest = f"the newest epoch is {home.epoch}, which is {f'lost: {home.lost}' if home.lost else 'live'}"
+            raise ConfigError(f"epoch {epoch} of {_named(home)} cannot be evicted: {newest}")
         self._lose(home, f"evicted by {session.name}{f': {command.reason}' if command.reason else ''}")
         return cmd.Done()
 
@@ -151,10 +145,8 @@ class Homes:
         two hosts may have the same name."""
         unit = self._sessions.by_id.get(home.unit)
         if unit is not None and unit is not session:
-            raise ConfigError(
-                f"{_named(home)} has other contents, served by {unit.name} (session {unit.id}): give this home another"
-                f" name; if it takes the place of the other one, end that unit, or evict home {home.number}"
-            )
+            text = f"{_named(home)} has other contents, served by {unit.name} (session {unit.id})"
+            raise ConfigError(f"{text}: give this home another name, or end that unit, or evict home {home.number}")
         if not home.lost:
             self._lose(home, "its contents are gone: it was opened with others")
 

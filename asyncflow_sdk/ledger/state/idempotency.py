@@ -21,8 +21,8 @@ _NO_GROUPS: Ids = np.empty(0, np.int64)
 
 
 class KeyedPut(NamedTuple):
-    """A put with a key: rows ``first`` to ``first + size - 1``. ``digest``: ``DIGEST_BYTES`` for each of ``columns``;
-    empty if the client sent none."""
+    """A put with a key: rows ``first`` to ``first + size - 1``. ``digest``: DIGEST_BYTES for each of ``columns``, or
+    b""."""
 
     first: int
     size: int
@@ -33,14 +33,13 @@ class KeyedPut(NamedTuple):
 
     def differences(self, put: cmd.AddRows) -> list[str]:
         """Describe the differences to another put with the same key; empty if none."""
-        groups, columns = self.size // self.group_size, ", ".join(sorted(put.columns))
         compared = (
-            (put.group_size, self.group_size, f"group_size={put.group_size} instead of {self.group_size}"),
-            (put.groups, groups, f"{put.groups} entries instead of {groups}"),
-            (put.partition, self.partition, f"partition {put.partition!r} instead of {self.partition!r}"),
-            (set(put.columns), set(self.columns), f"columns {columns} instead of {', '.join(sorted(self.columns))}"),
+            ("group_size={} instead of {}", put.group_size, self.group_size),
+            ("{} entries instead of {}", put.groups, self.size // self.group_size),
+            ("partition {!r} instead of {!r}", put.partition, self.partition),
+            ("columns {} instead of {}", ", ".join(sorted(put.columns)), ", ".join(sorted(self.columns))),
         )
-        found = [text for new, old, text in compared if new != old]
+        found = [text.format(new, old) for text, new, old in compared if new != old]
         if not found and put.digest and self.digest:
             digests = _by_column(self.columns, self.digest)
             values = _by_column(tuple(put.columns), put.digest).items()
@@ -49,7 +48,7 @@ class KeyedPut(NamedTuple):
 
 
 class IdempotencyKeys:
-    """Keyed puts in row order, and their lost groups. ``limit``: keys kept of ended rows."""
+    """Keyed puts in row order, and their lost groups. ``limit``: number of keys kept of ended rows."""
 
     def __init__(self, limit: int = MAX_KEYS) -> None:
         self._limit = limit
@@ -63,17 +62,12 @@ class IdempotencyKeys:
         """Return the put with this key."""
         return self._puts.get(key)
 
-    def lacking(self, put: cmd.AddRows) -> Ids | None:
-        """Return the numbers of the groups to add: those lost since the first put with the key. None: all, the key is
-        new. Raises SchemaError if the key was put with other rows."""
-        known = self._puts.get(put.key) if put.key else None
-        if known is None:
-            return None
+    def lacking(self, known: KeyedPut, put: cmd.AddRows) -> Ids:
+        """Return the numbers of the groups to add again: those lost since the first put with the key. Raises
+        SchemaError if that was of other rows."""
         if differences := known.differences(put):
-            raise SchemaError(
-                f"key {put.key!r} names another put, of rows {known.first} to {known.first + known.size - 1}: this"
-                f" one has {'; '.join(differences)}. Nothing was put; give other rows another key"
-            )
+            text = f"of rows {known.first} to {known.first + known.size - 1}: this one has {'; '.join(differences)}"
+            raise SchemaError(f"key {put.key!r} names another put, {text}. Nothing was put; give it another key")
         return self._lost.get(put.key, _NO_GROUPS)
 
     def rows_in(self, put: cmd.AddRows) -> int:
@@ -129,29 +123,19 @@ class IdempotencyKeys:
         parts = [(first, len(groups) * put.group_size) for first, groups in self._again.get(key, ())]
         return np.concatenate([np.arange(first, first + count) for first, count in [(put.first, put.size), *parts]])
 
-    def find(self, row: int) -> tuple[str, int]:
-        """Return the key of a row's put, and its group's number there; "" and -1 without a key."""
-        at = bisect_right(self._order, row, key=lambda put: put[0]) - 1
-        if at >= self._forgotten:
-            first, key = self._order[at]
-            groups = self._groups(first, key, np.array([row]))
-            if len(groups):
-                return key, int(groups[0])
-        return "", -1
-
     def by_put(self, ids: Ids) -> list[tuple[str, Ids, Ids]]:
         """Split sorted rows by put: key, rows, and their group numbers; "" and -1 without a key."""
-        order = self._order[self._forgotten :]
-        where = np.searchsorted(np.array([first for first, _ in order], np.int64), ids, side="right") - 1
         found: list[tuple[str, Ids, Ids]] = []
-        for part in np.split(ids, np.flatnonzero(np.diff(where)) + 1) if len(ids) else ():
-            at = bisect_right(order, int(part[0]), key=lambda put: put[0]) - 1
-            groups = self._groups(*order[at], part) if at >= 0 else _NO_GROUPS
+        while len(ids):
+            after = bisect_right(self._order, int(ids[0]), self._forgotten, key=lambda put: put[0])
+            end = np.searchsorted(ids, self._order[after][0]) if after < len(self._order) else len(ids)
+            part, ids = ids[:end], ids[end:]
+            first, key = self._order[after - 1] if after > self._forgotten else (0, "")
+            groups = self._groups(first, key, part)
             if len(groups):
-                found.append((order[at][1], part[: len(groups)], groups))
+                found.append((key, part[: len(groups)], groups))
             if len(part) > len(groups):
-                rest = part[len(groups) :]
-                found.append(("", rest, np.full(len(rest), -1)))
+                found.append(("", part[len(groups) :], np.full(len(part) - len(groups), -1)))
         return found
 
     def _groups(self, first: int, key: str, ids: Ids) -> Ids:
@@ -162,8 +146,7 @@ class IdempotencyKeys:
         if put.first == first:
             return (ids[ids < first + put.size] - first) // put.group_size
         groups = next((groups for begins, groups in self._again.get(key, ()) if begins == first), _NO_GROUPS)
-        found: Ids = groups[(ids[ids < first + len(groups) * put.group_size] - first) // put.group_size]
-        return found
+        return groups[(ids[ids < first + len(groups) * put.group_size] - first) // put.group_size]
 
 
 def _is_of(key: str, prefix: str) -> bool:

@@ -6,13 +6,13 @@ from collections import deque
 from itertools import pairwise
 from typing import Any
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from ...types import events as ev
 from ...types.reports import FailedGroup, StepAges, length_bins
 from ...types.spans import steps_of
-from ..commands import Ids, pack_ids
+from ..commands import Ids
 from .context import Context
 from .rows import NONE, Rows
 from .tasks import LEASED, Tasks
@@ -34,19 +34,17 @@ class RowMetrics:
         self._tokens = 0
         self._seconds = 0.0
 
-    def note_ages(self, at: Ids, step: int, lineage: Lineage) -> bytes:
-        """Note the ages of rows leased for ``step``. Return the versions current at completion."""
+    def note_ages(self, at: Ids, step: int, lineage: Lineage) -> None:
+        """Note the ages of rows leased for ``step``."""
         completed = self._rows.current[at]
         known = (completed != NONE) & (self._rows.version[at] != NONE)
         begun = steps_of(self._rows.version[at][known], lineage.offsets)
         done = np.clip(steps_of(completed[known], lineage.offsets), begun, np.maximum(begun, step))
-        in_flight, in_queue = done - begun, step - done
-        if len(in_flight):
-            self.ages = StepAges(
-                step=step, in_flight_mean=float(in_flight.mean()), in_queue_mean=float(in_queue.mean()),
-                in_flight_max=int(in_flight.max()), in_queue_max=int(in_queue.max()),
-            )  # fmt: skip
-        return pack_ids(completed)
+        if len(done):
+            spans = {"in_flight": done - begun, "in_queue": step - done}
+            ages: dict[str, Any] = {f"{name}_mean": float(each.mean()) for name, each in spans.items()}
+            ages |= {f"{name}_max": int(each.max()) for name, each in spans.items()}
+            self.ages = StepAges(step=step, **ages)
 
     def note_lengths(self, ids: Ids, lengths: bytes, pick: Any, since: float | None = None) -> None:
         """Store response lengths (int32, tokens) since ``since``, if there is one for each row."""
@@ -73,11 +71,11 @@ class RowMetrics:
         at = self._rows.at(ids)
         whole = self._rows.length[at].astype(np.int64)
         whole = whole[whole != NONE]
+        tokens, squares = int(whole.sum()), int((whole * whole).sum())
+        event = replace(event, lengths=length_bins(whole), tokens=tokens, squares=squares)
         begun = self._begun(at)
-        return msgspec.structs.replace(
-            event, lengths=length_bins(whole), tokens=int(whole.sum()), squares=int((whole * whole).sum()),
-            unfinished=length_bins(begun), unfinished_tokens=int(begun.sum()), unfinished_squares=int((begun * begun).sum()),
-        )  # fmt: skip
+        tokens, squares = int(begun.sum()), int((begun * begun).sum())
+        return replace(event, unfinished=length_bins(begun), unfinished_tokens=tokens, unfinished_squares=squares)
 
     def _begun(self, at: Ids) -> Ids:
         """Estimate the tokens so far of rows being generated from the rate of finished ones."""
@@ -93,11 +91,10 @@ class RowMetrics:
 
 class DeadLetters:
     """Groups that failed for good, with the reasons of their failed attempts. ``groups``: the newest ``MAX_GROUPS``,
-    each with its last ``MAX_REASONS`` reasons. ``total``: number of all failed groups."""
+    each with its last ``MAX_REASONS`` reasons."""
 
     def __init__(self) -> None:
         self.groups: deque[FailedGroup] = deque(maxlen=MAX_GROUPS)
-        self.total = 0
         self._reasons: dict[int, deque[str]] = {}  # first row of a live group → reasons
         self._lost: deque[tuple[str, int]] = deque(maxlen=MAX_GROUPS)  # lost workers, each with a group held
 
@@ -117,29 +114,21 @@ class DeadLetters:
         self.blame(np.array([first for first in firsts if first in self._reasons], np.int64), text)
         for at, group in enumerate([*self.groups]):
             if group.first in firsts:
-                self.groups[at] = msgspec.structs.replace(group, reasons=(*group.reasons, text)[-MAX_REASONS:])
+                self.groups[at] = replace(group, reasons=(*group.reasons, text)[-MAX_REASONS:])
         return len(firsts)
 
-    def failed(self, **group: Any) -> None:
-        """Keep a group that failed for good."""
-        self.total += 1
-        self.groups.append(FailedGroup(reasons=tuple(self._reasons.get(group["first"], ())), **group))
+    def failed(self, first: int, rows: int, task: str, partition: str, put: tuple[str, int], now: float) -> None:
+        """Keep a group that failed for good. ``put``: key of its put, and its number there."""
+        self.groups.append(FailedGroup(first, rows, task, partition, *put, tuple(self._reasons.get(first, ())), now))
 
-    def lost(
-        self, key: str, rows: Ids, groups: Ids, partition: Ids, names: dict[int, str], reason: str, now: float
-    ) -> None:
-        """Keep rows of one put with lost payload, adjacent ones together. ``partition``: number for each row;
-        ``names``: of the partitions."""
-        breaks = (np.diff(rows) != 1) | (np.diff(groups) > 1) | (np.diff(partition) != 0)
+    def lost(self, key: str, rows: Ids, groups: Ids, where: Ids, names: list[str], reason: str, now: float) -> None:
+        """Keep rows of one put with lost payload, adjacent ones together. ``where``: the partition's number for each
+        row; ``names``: names of partitions."""
+        breaks = (np.diff(rows) != 1) | (np.diff(groups) > 1) | (np.diff(where) != 0)
         bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(rows)]
-        self.total += len(bounds) - 1
         for start, end in [*pairwise(bounds)][-MAX_GROUPS:]:
-            self.groups.append(
-                FailedGroup(
-                    first=int(rows[start]), rows=end - start, task="", partition=names[int(partition[start])], key=key,
-                    place=int(groups[start]), reasons=(reason[:REASON_LENGTH],), time_s=now,
-                )
-            )  # fmt: skip
+            first, place, why = int(rows[start]), int(groups[start]), (reason[:REASON_LENGTH],)
+            self.groups.append(FailedGroup(first, end - start, "", names[where[start]], key, place, why, now))
 
     @property
     def blamed(self) -> bool:

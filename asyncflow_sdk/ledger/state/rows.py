@@ -163,19 +163,15 @@ class Rows:
         self._capacity = capacity
 
 
-@dataclass
+@dataclass(frozen=True)
 class Pin:
     """One version for all rows of a partition: the first one current from number ``first`` on. ``version``: NONE
-    until it is current. ``last``: that of the partition's rows before. ``keep``: a version kept meanwhile."""
+    until it is current. ``last``: the version of the partition's rows before. ``keep``: a version kept meanwhile."""
 
     first: int
     version: int = NONE
     last: int = NONE
     keep: int = NONE
-
-    def bind(self, version: int) -> None:
-        """Generate the rows with this version."""
-        self.version = version
 
 
 class Partitions:
@@ -210,10 +206,6 @@ class Partitions:
         self.ended |= not names
         self.ended_names.update(names)
 
-    def name_of(self, row: Ids) -> str:
-        """Return the partition of the first row."""
-        return self.names[self._rows.partition[row[0] - self._rows.base]] if row.size else ""
-
     def split(self, ids: Ids) -> list[tuple[int, Ids]]:
         """Split rows by partition number, in order; empty for no rows."""
         if len(self.names) == 1 or not ids.size:
@@ -223,9 +215,9 @@ class Partitions:
             return [(int(where[0]), ids)]
         return [(int(partition), ids[where == partition]) for partition in np.unique(where)]
 
-    def closed(self, partition: int) -> bool:
-        """True if no row can be put in the partition with this number; none beside the pinned ones."""
-        return self.ended or partition in self.pins or self.names[partition] in self.ended_names
+    def closed(self, name: str) -> bool:
+        """True if no row can be put in a partition; none beside the pinned ones."""
+        return self.ended or self.number(name) in self.pins or name in self.ended_names
 
 
 MAX_COLUMNS = 64
@@ -259,10 +251,8 @@ class Columns:
 
     def having(self, column: str) -> Ids:
         """Return live rows with a column."""
-        live = self._rows.live_ids()
-        if column not in self._bits:
-            return live[:0]
-        has: Ids = live[(self._rows.columns[self._rows.at(live)] & self.bit(column)) != 0]
+        live, bit = self._rows.live_ids(), np.uint64(self._bits.get(column, 0))
+        has: Ids = live[(self._rows.columns[self._rows.at(live)] & bit) != 0]
         return has
 
     def check_names(self, columns: Iterable[str]) -> None:

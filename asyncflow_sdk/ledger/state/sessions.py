@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +18,10 @@ from .rows import NONE
 
 @dataclass
 class ShardedLease:
-    """The ranks of a group's lease.
-
-    ``members``: session of each rank. ``bounds``: shard s has the rows from bounds[s] to bounds[s + 1]. ``done``: ranks
-    with a finished shard. ``finished``: bool mask of completed rows. ``seen``: by rank, bool mask of its shard's rows that
-    it completed or returned. ``filtered``: by shard, positions to drop once every rank has acknowledged the step.
-    """
+    """The ranks of a group's lease. ``members``: session of each rank. ``bounds``: shard s has the rows bounds[s] to
+    bounds[s + 1]. ``done``: ranks with a finished shard. ``finished``: bool mask of completed rows. ``seen``: bool
+    mask of the shard's rows completed or returned, by rank. ``filtered``: positions to drop once every rank has
+    acknowledged the step, by shard."""
 
     group: str
     members: list[int]
@@ -72,11 +70,6 @@ class DealtPart:
     ids: Ids
     bounds: list[int]
 
-    @property
-    def shards(self) -> int:
-        """Number of shards."""
-        return len(self.bounds) - 1
-
     def without(self, ids: Ids) -> DealtPart:
         """Return the part without these rows."""
         kept = ~np.isin(self.ids, ids)
@@ -85,10 +78,10 @@ class DealtPart:
 
 @dataclass
 class Grant:
-    """A lease. ``left``: rows not completed yet. ``shards``: of a rank group's lease, else None. ``offsets``: number of
-    version offsets when granted. ``newest``: the newest version loaded since by its replica, or the version trained by
-    its step. ``parts``: number of delivered parts of a step in parts; NONE for other leases. ``since``, ``expires``:
-    ledger seconds."""
+    """A lease. ``left``: rows not completed yet. ``shards``: the ranks of a rank group, or None. ``offsets``: number
+    of version offsets when granted. ``newest``: the newest version loaded since by its replica, or the version
+    trained by its step. ``parts``: number of delivered parts of a step in parts; NONE for other leases. ``since``,
+    ``expires``: ledger seconds."""
 
     token: int
     task: str
@@ -150,18 +143,16 @@ class Grant:
 
     def extend(self, part: DealtPart) -> None:
         """Add a part of its step. The rows of a shard stay together, in order of delivery."""
-        shards = self.shards
-        if shards is None:
-            self.ids = np.concatenate([self.ids, part.ids])
-        else:
-            bounds = list(zip(shards.bounds, part.bounds, strict=True))
+        pieces = [self.ids, part.ids]
+        if self.shards is not None:
+            bounds = list(zip(self.shards.bounds, part.bounds, strict=True))
             pieces = [
                 piece
                 for (old, new), (old_end, new_end) in pairwise(bounds)
                 for piece in (self.ids[old:old_end], part.ids[new:new_end])
             ]
-            self.ids = np.concatenate(pieces)
-            shards.extend(part.bounds)
+            self.shards.extend(part.bounds)
+        self.ids = np.concatenate(pieces)
         self.left += len(part.ids)
         self.parts += 1
 
@@ -181,17 +172,10 @@ def discard(index: dict[Any, dict[int, Any]], key: Any, number: int) -> None:
         del index[key]
 
 
-class Timed(Protocol):
-    expires: float
+class Timers:
+    """Expiry of the items in a dict, by their ``expires``. Adding and reading cost O(log n)."""
 
-
-T = TypeVar("T", bound=Timed)
-
-
-class Timers(Generic[T]):
-    """Expiry of the items in a dict. Adding and reading cost O(log n)."""
-
-    def __init__(self, things: dict[int, T]) -> None:
+    def __init__(self, things: dict[int, Any]) -> None:
         self._things = things
         self._heap: list[tuple[float, int]] = []
 
@@ -212,21 +196,21 @@ class Timers(Generic[T]):
             heapq.heappop(self._heap)
         return None
 
-    def due(self, now: float) -> list[T]:
+    def due(self, now: float) -> list[Any]:
         """Return the expired items, earliest first."""
-        out: dict[int, T] = {}  # the same time may have been set twice
+        out: dict[int, Any] = {}  # the same time may have been set twice
         while (time := self.next()) is not None and time <= now:
             key = heapq.heappop(self._heap)[1]
             out[key] = self._things[key]
         return list(out.values())
 
 
-@dataclass
+@dataclass(frozen=True)
 class ReplicaState:
     """``version``, ``doing``: the activity with a version: fetching, staged, waits, swapping or failed; "" once it
-    generates with it. ``why``: the reason of a failure. ``staged``: the version ready to load. ``since``: ledger seconds.
-    ``starved``: True if its last request for prompts found none for its loaded version, but some for a newer one.
-    ``task``: its rollout's."""
+    generates with it. ``why``: the reason of a failure. ``staged``: the version ready to load. ``since``: ledger
+    seconds. ``starved``: True if its last request for prompts found none for its loaded version, but some for a newer
+    one. ``task``: the rollout's task."""
 
     version: int = NONE
     doing: str = ""
@@ -236,30 +220,13 @@ class ReplicaState:
     starved: bool = False
     task: str = ""
 
-    def begin(self, version: int, doing: str, now: float, why: str = "") -> None:
-        """Set the activity."""
-        self.version, self.doing, self.since, self.why = version, doing, now, why
-        if doing == "staged" or (doing == "failed" and self.staged == version):
-            self.staged = version if doing == "staged" else NONE
-
-    def serve(self, task: str) -> None:
-        """Note its rollout's task."""
-        self.task = task
-
-    def starve(self, starved: bool = True) -> None:
-        """Note if it has to load before it gets prompts."""
-        self.starved = starved
-
 
 @dataclass
 class Session:
-    """One client.
-
-    ``loaded``: the version its replica generates with; None before the first. ``claimed``: True if that is its own
-    version 0, none is published, and it has taken no prompts with it. ``leases``: by token. ``parked``: tickets of
-    its parked requests, in order. ``dismissed``: True if it gets nothing more. ``replica``: None if it takes no
-    versions. ``lost``: unreported ended rows of its leases; None if it never asked for them.
-    """
+    """One client. ``loaded``: the version its replica generates with; None before the first. ``claimed``: True if
+    that is its own version 0, none is published, and it has taken no prompts with it. ``leases``: by token.
+    ``parked``: tickets of its parked requests, in order. ``dismissed``: True if it gets nothing more. ``replica``:
+    None if it takes no versions. ``lost``: unreported ended rows of its leases; None if it never asked for them."""
 
     id: int
     name: str
@@ -276,10 +243,9 @@ class Session:
         """Generate with a version from now on; None: with none."""
         self.loaded, self.claimed = version, claimed
 
-    def become_replica(self) -> ReplicaState:
-        """Take versions from now on."""
-        self.replica = self.replica or ReplicaState()
-        return self.replica
+    def follow(self, **changes: Any) -> None:
+        """Set fields of its replica's state; with the first ones it takes versions from now on."""
+        self.replica = replace(self.replica or ReplicaState(), **changes)
 
     def retire(self) -> None:
         """Take no versions any more."""
@@ -305,21 +271,13 @@ class Session:
         return cmd.Lost(ids=pack_ids(ids))
 
 
-@dataclass
-class Preparation:
-    """Work before the first request for rows of ``task``, for example "loading its model"."""
-
-    task: str
-    what: str
-    since: float
-
-
 class Sessions:
-    """Sessions by number. ``preparing``: reported preparations, by session number."""
+    """Sessions by number. ``preparing``: the work of each before its first request for rows, since when (ledger
+    seconds), by session number."""
 
     def __init__(self) -> None:
         self.by_id: dict[int, Session] = {}
-        self.preparing: dict[int, Preparation] = {}
+        self.preparing: dict[int, tuple[cmd.Prepare, float]] = {}
         self._next = 1
 
     def open(self, name: str, now: float) -> Session:
@@ -329,10 +287,10 @@ class Sessions:
         self.by_id[session.id] = session
         return session
 
-    def prepare(self, session: Session, preparation: Preparation) -> None:
+    def prepare(self, session: Session, command: cmd.Prepare, now: float) -> None:
         """Note the work of a session before its first request; "" for none."""
-        self.preparing[session.id] = preparation
-        if not preparation.what:
+        self.preparing[session.id] = command, now
+        if not command.what:
             del self.preparing[session.id]
 
     def remove(self, session: int) -> None:
@@ -353,16 +311,19 @@ PLACES = {
 
 @dataclass
 class ParkedRequest:
-    """``place``: where it waits. ``since``, ``expires``: ledger seconds. ``first``: the reply to the command
-    before it in its call."""
+    """``since``, ``expires``: ledger seconds. ``first``: the reply to the command before it in its call."""
 
     ticket: int
     session: int
     command: Any
-    place: str
     since: float
     expires: float
     first: cmd.Reply | None = None
+
+    @property
+    def place(self) -> str:
+        """The place where it waits."""
+        return place_of(self.command)
 
     @property
     def group(self) -> tuple[str, str] | None:
@@ -414,17 +375,17 @@ class ParkedRequests:
         here = self._by_place.get(place)
         return next(iter(here.values())) if here else None
 
-    def of_group(self, task: str, group: str) -> dict[int, dict[int, ParkedRequest]]:
-        """Return lease requests of a rank group by rank, each rank's oldest first."""
-        return self._by_rank.get((task, group), {})
+    def of_group(self, command: cmd.LeaseRows) -> dict[int, dict[int, ParkedRequest]]:
+        """Return lease requests of the rank group of ``command`` by rank, each rank's oldest first."""
+        return self._by_rank.get((command.task, command.group), {})
 
     def alike(self, command: cmd.LeaseRows) -> dict[int, ParkedRequest]:
         """Return the oldest request of each rank for the same lease as ``command``."""
-        asking = {}
-        for rank, asked in self.of_group(command.task, command.group).items():
-            request = next((each for each in asked.values() if each.command.token == command.token), None)
-            if request is not None:
-                asking[rank] = request
+        asking: dict[int, ParkedRequest] = {}
+        for rank, asked in self.of_group(command).items():
+            for request in asked.values():
+                if request.command.token == command.token:
+                    asking.setdefault(rank, request)
         return asking
 
     def add(self, request: ParkedRequest) -> None:

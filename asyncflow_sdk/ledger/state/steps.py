@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ...errors import ConfigError
 from ...interfaces import StepWindow
@@ -110,15 +110,13 @@ class Steps:
     """``task``, ``window`` and ``name`` of the task exist once a task makes steps: ``declared``.
 
     ``ready``: ready rows by deadline (None: rows put complete). ``open_rows``: rows of the open step, in chunks.
-    ``closed``: full steps waiting for a trainer, in order. ``held``: full steps leased in parts. ``parts``: by step,
-    the parts delivered so far, to be delivered again if the lease is lost; until the step is final. ``uncovered``:
-    with checkpoints, the rows of each full step not covered. ``unselected``: live rows for steps, in none yet.
-    ``reselect``: True if more rows may join the open step. ``just_closed``: True if late rows must be evicted after a
-    step closed.
+    ``closed``: full steps waiting for a trainer, in order. ``held``: full steps leased in parts. ``parts``: the parts
+    delivered so far by step, to be delivered again if the lease is lost, until the step is final. ``uncovered``: with
+    checkpoints, the rows of each full step not covered. ``unselected``: live rows for steps, in none yet. ``due``:
+    "evict" after a step closed, "select" if more rows may join the open step.
 
     ``covered``: earlier steps are final. ``checkpoint``: step of the newest checkpoint; NONE without one. ``saved``:
-    version of each kept checkpoint, by step. ``lost_rows``: rows of uncovered steps with lost payload.
-    """
+    version of each kept checkpoint, by step. ``lost_rows``: rows of uncovered steps with lost payload."""
 
     task: Task
     window: Window
@@ -134,8 +132,7 @@ class Steps:
         self.parts: dict[int, list[DealtPart]] = {}
         self.uncovered: dict[int, Ids] = {}
         self.unselected = 0
-        self.reselect = False
-        self.just_closed = False
+        self.due: set[str] = set()
         self.covered = 0
         self.checkpoint = NONE
         self.saved: dict[int, int] = {}
@@ -153,26 +150,22 @@ class Steps:
 
     @property
     def lacks_rows(self) -> bool:
-        """True if the open step cannot fill with the present rows."""
+        """True if the open step cannot fill with the present rows: then puts for it may overtake a waiting one."""
         return self.open and self.unselected < self.window.free
 
-    def takes(self, at: Ids) -> npt.NDArray[np.bool_]:
+    def takes(self, at: Ids) -> Any:
         """Return a mask of rows, by array index, of partitions that steps take."""
-        taken: npt.NDArray[np.bool_] = self.task.state[at] != APART
-        return taken
+        return self.task.state[at] != APART
 
-    def unselected_at(self, at: Ids) -> npt.NDArray[np.bool_]:
+    def unselected_at(self, at: Ids) -> Any:
         """Return a mask of rows, by array index, that steps take but have not selected."""
-        selected: npt.NDArray[np.bool_] = (self._rows.step[at] == NONE) & self.takes(at)
-        return selected
+        return (self._rows.step[at] == NONE) & self.takes(at)
 
-    def not_closed(self, at: Ids) -> npt.NDArray[np.bool_]:
-        """Return a mask of rows, by array index, outside full steps. Rows of the open step that were
-        acknowledged before it was opened again are not among them."""
+    def not_closed(self, at: Ids) -> Any:
+        """Return a mask of rows, by array index, outside full steps. Rows of the open step that were acknowledged
+        before it was opened again are not among them."""
         step = self._rows.step[at]
-        free = (step == NONE) | (step == self.window.step)
-        outside: npt.NDArray[np.bool_] = free & (self.task.state[at] != DONE)
-        return outside
+        return ((step == NONE) | (step == self.window.step)) & (self.task.state[at] != DONE)
 
     def push(self, ids: Ids, *, front: bool = False) -> None:
         """Queue ready rows for a step; ``front``: before the others."""
@@ -199,16 +192,6 @@ class Steps:
         self.unselected -= ids.size
         self.open_rows.append(ids)
 
-    def take_just_closed(self) -> bool:
-        """True once after a step closed."""
-        closed, self.just_closed = self.just_closed, False
-        return closed
-
-    def take_reselect(self) -> bool:
-        """True once after rows became free to join the open step."""
-        more, self.reselect = self.reselect, False
-        return more
-
     def remove(self, ids: Ids) -> None:
         """Withdraw ending rows, and free their slots in the open step."""
         self.withdraw(ids)
@@ -225,7 +208,7 @@ class Steps:
         deadlines = self._rows.deadline[at][self._rows.step[at] == NONE]
         for deadline, count in zip(*np.unique(deadlines[deadlines != NONE], return_counts=True), strict=True):
             self.window.withdraw(int(count), int(deadline))
-        self.reselect = True
+        self.due.add("select")
 
     def close(self, *, checkpoints: bool, bounded: bool) -> None:
         """Queue the open, full step for a trainer, unless one has it in parts; and open the next."""
@@ -243,7 +226,7 @@ class Steps:
             for deadline, queue in self.ready.items()
             if deadline is None or deadline >= window.step or (not bounded and window.has(deadline))
         }
-        self.just_closed = True
+        self.due.add("evict")
 
     def deliver(self, step: int, number: int, part: DealtPart) -> None:
         """Note a part of a step. With the first one of a full step, it waits for no other trainer."""
@@ -261,22 +244,21 @@ class Steps:
             self.closed = deque(sorted([(step, ids), *self.closed], key=lambda closed: closed[0]))
 
     def requeue(self, first: int) -> Ids:
-        """Queue uncovered steps from ``first`` on again. Return their acknowledged rows, for ``again``."""
+        """Queue uncovered steps from ``first`` on again, and forget their checkpoints. Return their acknowledged
+        rows, which are trained again."""
+        self.saved = {step: version for step, version in self.saved.items() if step <= first}
         whole = {step: ids for step, ids in sorted(self.uncovered.items()) if step >= first}
         self.closed = deque([*((step, ids) for step, ids in self.closed if step < first), *whole.items()])
-        ids = np.concatenate([NO_ROWS, *whole.values()])
-        done: Ids = ids[self.task.state[self._rows.at(ids)] == DONE]
-        return done
-
-    def again(self, ids: Ids) -> None:
-        """Train acknowledged rows again."""
+        ids: Ids = np.concatenate([NO_ROWS, *whole.values()])
+        ids = ids[self.task.state[self._rows.at(ids)] == DONE]
         at = self._rows.at(ids)
         assert not self._rows.state[at].any(), "rows of a step that is not covered live"
         self.task.again(ids)
         self._arrays["fate"][at] = LIVE
+        return ids
 
     def reopen(self, first: int) -> None:
-        """Open this step again. Its rows and the ones of later steps, leased to no trainer, are ready before others."""
+        """Open this step again. Its rows and those of later steps, leased to no trainer, are ready before others."""
         chunks: list[tuple[int, Ids]] = [(self.window.step, chunk) for chunk in self.open_rows]
         chunks += [(step, ids) for step, ids in self.closed if step >= first]
         self.closed = deque((step, ids) for step, ids in self.closed if step < first)
@@ -293,7 +275,7 @@ class Steps:
             deadlines = self._rows.deadline[at]
             back.update(deadlines[deadlines != NONE].tolist())
         self.window.open_again(first, back)
-        self.reselect = True
+        self.due.add("select")
 
     def drop(self, step: int) -> None:
         """Forget a full step with ending rows."""
@@ -305,10 +287,6 @@ class Steps:
         """Note a checkpoint. Forget earlier ones, of steps before ``covers``."""
         self.checkpoint = max(self.checkpoint, step)
         self.saved = {saved: each for saved, each in {**self.saved, step: version}.items() if saved >= covers}
-
-    def forget_saved(self, after: int) -> None:
-        """Forget the checkpoints of steps after this one."""
-        self.saved = {saved: version for saved, version in self.saved.items() if saved <= after}
 
     def cover(self, covers: int) -> Ids:
         """Make the steps before ``covers`` final. Return their rows."""

@@ -37,16 +37,13 @@ _FIELDS: dict[str, tuple[Any, int]] = {
 
 
 class Task:
-    """A task.
-
-    ``place``: where requests for its rows wait. ``makes_steps``: True for the task with ``batch_rows``. ``grouped``:
-    see the spec. ``whole_groups``: True if its rows become ready and are leased in whole groups. ``need``: bits of
-    the needed columns. ``by_partition``: for each partition, the number of its live rows in each state; ``queues``:
-    its ready rows; ``redo``: its admitted rows with a lost producer. ``became_ready``, ``completed``: row counts over
-    all time. ``leases_granted``: their number. ``suspects``: rows whose process died or hung, until their next lease
-    has ended well. ``leases``, ``group_leases``: by token, oldest first; and by rank group. ``next_partition``: where
-    a lease without a partition looks first.
-    """
+    """A task. ``place``: the place of requests for its rows. ``makes_steps``: True for the task with ``batch_rows``.
+    ``grouped``: see the spec. ``whole_groups``: True if its rows become ready and are leased in whole groups.
+    ``need``: bits of the needed columns. ``by_partition``: for each partition, the number of its live rows in each
+    state; ``queues``: its ready rows; ``redo``: its admitted rows with a lost producer. ``became_ready``,
+    ``completed``, ``leases_granted``: counts over all time. ``suspects``: rows whose process died or hung, until
+    their next lease has ended well. ``leases``, ``group_leases``: leases by token, oldest first, and by rank group.
+    ``next_partition``: the partition where a lease without one looks first."""
 
     def __init__(
         self, context: Context, rows: Rows, partitions: Partitions, spec: TaskSpec, need: Any, sampling: SamplerTraits
@@ -183,7 +180,6 @@ class Task:
         self.by_partition[partition][DONE] -= count
 
     def _move(self, ids: Ids, before: int, after: int, token: int = NONE) -> list[tuple[int, Ids]]:
-        """Put rows into another state. Return them by partition."""
         spot = self._rows.spot(ids)
         self._arrays["state"][spot], self._arrays["token"][spot] = after, token
         split = self._partitions.split(ids)
@@ -250,16 +246,13 @@ class Task:
 
     def exhausted(self, partition: str | None = None) -> bool:
         """True if it gets no further row, of one partition or of any."""
-        partitions = self._partitions
-        if partition is not None:
-            number = partitions.number(partition)
-            ended = partitions.ended or number in partitions.pins or partition in partitions.ended_names
-            return ended and not self.left(number)
-        return self.closed and not self.left()
+        if partition is None:
+            return self.closed and not self.left()
+        return self._partitions.closed(partition) and not self.left(self._partitions.number(partition))
 
     def return_to_queue(self, ids: Ids) -> None:
-        """Put returned rows before the other ready rows. With whole groups, include rows of the
-        same groups returned earlier; their older entries are skipped."""
+        """Put returned rows before the other ready rows. With whole groups, include rows of the same groups returned
+        earlier; their older entries are skipped."""
         for partition, part in self._partitions.split(ids):
             ready = self.queue(partition)
             if self.whole_groups:
@@ -327,7 +320,6 @@ class Task:
         return int(np.searchsorted(unit, unit[unit >= np.minimum.accumulate(limits)].min(initial=ANY)))
 
     def _in_hand(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """Return a mask of the ready and the leased rows."""
         return self._rows.having(self.state, READY, ids) | self._rows.having(self.state, LEASED, ids)
 
 
@@ -347,10 +339,7 @@ class Tasks:
         return name in self.by_name
 
     def __getitem__(self, name: str) -> Task:
-        return self.by_name[name]
-
-    def find(self, name: str) -> Task:
-        """Return the task named by a client. Raises SchemaError."""
+        """Return a task. Raises SchemaError for an unknown name."""
         if name not in self.by_name:
             known = ", ".join(sorted(self.by_name)) or "none yet"
             raise SchemaError(f"no task {name!r}; declared: {known}")
@@ -400,19 +389,6 @@ class Tasks:
         for task in self:
             if task.spec.admits or self._partitions.pins:
                 self._context.wake_session(task.place, session)
-
-    def check(self) -> None:
-        """Recount everything from the arrays, for tests. Raises AssertionError."""
-        at = self._rows.at(self._rows.live_ids())
-        where, todo = self._rows.partition[at], np.zeros(at.size, np.int32)
-        for task in self:
-            states, name = task.state[at], task.spec.name
-            todo += states < DONE
-            for number, counts in task.by_partition.items():
-                assert counts == np.bincount(states[where == number], minlength=APART)[:APART].tolist(), name
-            assert sum(task.counts) == (states != APART).sum(), name
-            assert sum(grant.left for grant in task.leases.values()) == task.counts[LEASED], name
-        assert (todo == self._rows.todo[at]).all()
 
 
 class ReadyQueue:
@@ -491,12 +467,10 @@ class ReadyQueue:
         return self._rows.first[self._rows.at(ids)]
 
     def _ends(self, ids: Ids) -> Ids:
-        """Return the positions where another group begins."""
         firsts = self._firsts(ids)
         return np.flatnonzero(firsts[1:] != firsts[:-1]) + 1
 
     def _split(self, ids: Ids) -> list[Ids]:
-        """Split into chunks at group borders."""
         ends = self._ends(ids)
         after = np.searchsorted(ends, np.arange(CHUNK, ids.size, CHUNK))
         return np.split(ids, np.unique(ends[after[after < len(ends)]]))
@@ -525,10 +499,8 @@ class ReadyQueue:
 
 
 class Leases:
-    """Rows held by sessions, and their time limits.
-
-    ``by_token``: all leases, oldest first. ``voided``: by token, why the lease of a step in parts
-    ended before its acknowledgement; the newest ones."""
+    """Rows held by sessions, and their time limits. ``by_token``: all leases, oldest first. ``voided``: the newest
+    leases of steps in parts that ended before their acknowledgement, with the reason, by token."""
 
     def __init__(self, context: Context, rows: Rows, sessions: Sessions, tasks: Tasks) -> None:
         self._context, self._rows, self._sessions, self._tasks = context, rows, sessions, tasks
