@@ -36,7 +36,7 @@ class LeaseAdmission:
         self._samplers, self._pins = samplers, pins
 
     def check(self, task: Task, command: cmd.LeaseRows) -> None:
-        """Raise SchemaError for a request that can never be granted."""
+        """Raise SchemaError for an impossible request."""
         spec, capacity = task.spec, self._state.limits.capacity_rows
         if command.count < 1:
             raise SchemaError(f"a lease needs a count of 1 or more, not {command.count}")
@@ -166,7 +166,7 @@ class LeaseAdmission:
         return reply
 
     def _lease_apart(self, session: Session, task: Task, loaded: int, partition: int, count: int) -> cmd.Reply | None:
-        """Lease whole groups of a partition that is not trained, in order."""
+        """Lease whole groups of an untrained partition, in order."""
         if not self._pins.allows(session, partition):
             return None
         ids = self._samplers.take(task, task.queue(partition), count)

@@ -18,7 +18,7 @@ from .terminations import CANCELLED, EXPIRED, Terminations
 
 
 class StepAssembly:
-    """Makes rows ready and fills steps. ``staleness``, ``terminations``: the rules that it needs, for later ones."""
+    """Makes rows ready and fills steps. ``staleness``, ``terminations``: its rules, for later ones."""
 
     def __init__(self, state: LedgerState, staleness: StalenessControl, terminations: Terminations) -> None:
         self._state, self.staleness, self.terminations = state, staleness, terminations
@@ -150,7 +150,7 @@ class StepAssembly:
     # ---- versions of steps: they diverge after rollbacks, and when steps are trained again
 
     def version_of(self, step: int) -> int:
-        """Return the version that a step trains. It is no lower than the version announced to its holder, nor than
+        """Return the version trained by a step. It is no lower than the version announced to its holder, nor than
         implied by versions announced to holders of earlier steps, when the offset may have been larger."""
         told = (grant.newest + step - grant.step for grant in self._steps.task.leases.values() if grant.step <= step)
         return max([self._versions.lineage.version(step), *told])
@@ -165,13 +165,13 @@ class StepAssembly:
         return step
 
     def lease(self, step: int) -> None:
-        """Note that a step is leased. If its update is current, it trains the next version."""
+        """Note the lease of a step. If its update is current, it trains the next version."""
         versions = self._versions
         if versions.current > versions.lineage.version(step):
             versions.lineage.add(versions.current + 1, versions.current, step + 1, resumed=step)
 
     def place(self, version: int) -> None:
-        """Note that a version becomes current. It is trained by the step after the one in training,
+        """Note a version becoming current. It is trained by the step after the one in training,
         or by an earlier one; the first version by the first step."""
         if not self._steps.declared:
             return
@@ -181,7 +181,7 @@ class StepAssembly:
             versions.lineage.add(version, version - 1, most)
 
     def acknowledge(self, grant: Grant) -> None:
-        """Note that a step is acknowledged. If its update was never published (the step was leased
+        """Note the acknowledgement of a step. If its update was never published (the step was leased
         before a rollback, or trained again), the next step trains the current version."""
         versions = self._versions
         lineage, last = versions.lineage, versions.lineage.last

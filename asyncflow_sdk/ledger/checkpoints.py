@@ -101,7 +101,7 @@ class StepCheckpoints:
             raise ConfigError(f"{text}; resume from an older one")
 
     def _continue_from(self, step: int, parent: int, who: str) -> tuple[int, bool]:
-        """Return the version that ``step`` trains now, and True if it must first be published."""
+        """Return the version trained by ``step`` now, and True if it must first be published."""
         versions, publication = self._state.versions, self._publication
         current = versions.current
         if current == NONE:

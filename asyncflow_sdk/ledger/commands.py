@@ -75,7 +75,7 @@ class Configure(Command, frozen=True, tag="configure"):
     never fill otherwise. ``keep_versions``: number of newest versions to keep. ``max_swapping``: number of replicas
     allowed to load at once; 0 for all. ``quorum``: number of replicas that must stage a version before any loads it;
     0 for none. ``checkpoints``: rows of acknowledged steps stay until ``AddCheckpoint`` covers them, and count
-    against ``capacity_bytes`` alone. ``staleness``: the policy that interprets ``max_staleness``; "wait" by default.
+    against ``capacity_bytes`` alone. ``staleness``: the policy interpreting ``max_staleness``; "wait" by default.
     ``home_silence_s``: a home is given up if it has no unit for this long."""
 
     capacity_rows: int | None = None
@@ -142,7 +142,7 @@ class GetStatus(Command, frozen=True, tag="get_status"):
 
 
 class GetFailed(Command, frozen=True, tag="get_failed"):
-    """Get the newest ``count`` groups that failed for good."""
+    """Get the newest ``count`` failed groups."""
 
     count: int = 100
 
@@ -184,7 +184,7 @@ class AddRows(Command, frozen=True, tag="put"):
 
 class PutDone(Reply, frozen=True, tag="put_done"):
     """Rows ``first`` to ``first + count - 1``. ``again``: the key was known, nothing was added, and these are the
-    rows of the first put. ``groups``: numbers of the lost groups that were added again (int64); b"" for all."""
+    rows of the first put. ``groups``: numbers of the lost groups added again (int64); b"" for all."""
 
     first: int
     count: int
@@ -284,7 +284,7 @@ class Complete(Command, frozen=True, tag="complete"):
 
 
 class Completed(Reply, frozen=True, tag="completed"):
-    """Rows that were not written. ``revoked``: no longer of this lease, their group had ended. ``again``: completed
+    """Rows not written. ``revoked``: no longer of this lease, their group had ended. ``again``: completed
     already by another rank with the same shard."""
 
     revoked: bytes
@@ -317,7 +317,7 @@ class AwaitLost(Command, frozen=True, tag="await_lost"):
 
 
 class Lost(Reply, frozen=True, tag="lost"):
-    """``ids``: rows that ended while this session had leased them."""
+    """``ids``: rows ended during their lease to this session."""
 
     ids: bytes
 
@@ -332,7 +332,7 @@ class Cancel(Command, frozen=True, tag="cancel"):
 
 
 class Cancelled(Reply, frozen=True, tag="cancelled"):
-    """``count``: number of rows that ended."""
+    """``count``: number of ended rows."""
 
     count: int
 
@@ -525,7 +525,7 @@ class ClosePublisher(Command, frozen=True, tag="close_publisher"):
 
 class Announce(Command, frozen=True, tag="announce"):
     """Announce that this rank begins to write a version, once all ranks have published the version before. The number
-    must be above every version that was ever current. A higher number withdraws an announced version. A withdrawn
+    must be above every version ever current. A higher number withdraws an announced version. A withdrawn
     number may be announced again. Refused after a rollback until ``ReportRestored``."""
 
     version: int
@@ -565,7 +565,7 @@ class Rollback(Command, frozen=True, tag="rollback"):
 
 
 class RollbackDone(Reply, frozen=True, tag="rolled_back"):
-    """``version``: the new number, now current. ``expired``: number of rows that expired. ``checkpoint``: step of the
+    """``version``: the new number, now current. ``expired``: number of expired rows. ``checkpoint``: step of the
     checkpoint with this version's weights and optimizer state; -1 for none."""
 
     version: int

@@ -54,7 +54,7 @@ class PayloadLoss:
         self._end(self._steps.take_holes(), LOST_REASON)
 
     def end_unreadable(self, task: Task) -> None:
-        """End rows with lost columns that a new task needs."""
+        """End rows with lost columns needed by a new task."""
         live = self._rows.live_ids()
         at = self._rows.at(live)
         self._end(live[(task.state[at] != APART) & ((self._rows.lost[at] & task.need) != 0)], LOST_REASON)
@@ -132,7 +132,7 @@ class PayloadLoss:
         return ids[~kept]
 
     def _remove_from_steps(self, ids: Ids) -> Ids:
-        """Reopen full steps with missing rows. Return the rows of overtaken steps, which end whole."""
+        """Reopen full steps with missing rows. Return the rows of overtaken steps: they end whole."""
         steps, leases = self._steps, self._state.leases
         held = {grant.step: leases.outstanding(grant) for grant in leases.of_step(0) if grant.parts == NONE}
         full = dict(steps.closed) | held | steps.held

@@ -251,7 +251,7 @@ class VersionPublication:
         return cmd.RollbackDone(version=number, expired=self._expire_given_up(), checkpoint=versions.restore_step)
 
     def restoration(self, version: int = NONE) -> cmd.Reply:
-        """Return the version that the trainer must load, or ``version``."""
+        """Return the version for the trainer to load, or ``version``."""
         versions = self._versions
         version = versions.to_restore if version == NONE else version
         kept = versions.kept.get(version)
@@ -260,7 +260,7 @@ class VersionPublication:
         return cmd.RestoreTarget(version=version, source=source, parts=parts, checkpoint=step, why=why)
 
     def restored(self, session: Session, command: cmd.ReportRestored) -> cmd.Reply:
-        """Note that the trainer has loaded the version. Idempotent."""
+        """Note the version as loaded by the trainer. Idempotent."""
         versions, version = self._versions, command.version
         if version != versions.current:
             text = "none was published" if versions.current == NONE else f"{versions.current} is current; load that"

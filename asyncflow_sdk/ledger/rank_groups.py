@@ -31,7 +31,7 @@ class RankGroups:
         self._parked, self._sessions = state.parked, state.sessions
 
     def check(self, session: Session, task: Task, command: cmd.LeaseRows) -> None:
-        """Raise SchemaError or ConfigError for a request that no group can make."""
+        """Raise SchemaError or ConfigError for a request impossible for groups."""
         size, shards = command.world_size, command.shards or command.world_size
         who = _who(command)
         if not 0 <= command.rank < size:
@@ -150,7 +150,7 @@ class RankGroups:
         return cmd.Done()
 
     def session_closed(self, session: Session, reason: str, *, blame: bool) -> None:
-        """Return the leases of a session, except those whose shards its ranks have completed."""
+        """Return the leases of a session, except ones with all shards of its ranks completed."""
         tasks = self._state.tasks
         for grant, lost in [(each, tasks[each.task].held(session)) for each in session.leases.values()]:
             shards, why = grant.shards, reason

@@ -37,7 +37,7 @@ class Replicas:
         return [self._state.sessions.by_id[number] for number in self.numbers]
 
     def lacking(self, version: int) -> list[Session]:
-        """Return the replicas that have a version neither staged nor loaded."""
+        """Return the replicas with a version neither staged nor loaded."""
         found = self.sessions()
         return [each for each in found if each.replica and version not in (each.replica.staged, each.loaded)]
 
@@ -110,7 +110,7 @@ class Replicas:
         return cmd.Version(version=found.version, parts=found.parts, source=found.source, probe=found.probe)
 
     def staged(self, session: Session, command: cmd.ReportStaged) -> cmd.Reply:
-        """Note that a replica can load a version."""
+        """Note a version as staged by a replica."""
         self._check_published(command.version)
         transfer = {name: getattr(command, name) for name in ("seconds", "moved", "encoding", "skipped")}
         self._update(session, command.version, "staged", **transfer)
@@ -141,7 +141,7 @@ class Replicas:
         return cmd.Permitted(version=version)
 
     def loaded(self, session: Session, command: cmd.ReportLoaded) -> cmd.Reply:
-        """Note that a replica generates with a version from now on."""
+        """Note a version as loaded by a replica."""
         version, versions = command.version, self._versions
         self._check_published(version, least=0)
         taken = versions.current != NONE or versions.own_zero is False
@@ -164,7 +164,7 @@ class Replicas:
         return cmd.Done()
 
     def not_loaded(self, session: Session, command: cmd.ReportLoadFailed) -> cmd.Reply:
-        """Note that a replica could not fetch or load a version."""
+        """Note a failed fetch or load of a replica."""
         self._check_published(command.version)
         self._update(session, command.version, "failed", command.reason)
         self._wake_uncommitted()
@@ -189,7 +189,7 @@ class Replicas:
             self._begin(session, command.version, "waits")
 
     def reply_undelivered(self, session: int, version: int) -> None:
-        """Revoke a permission that did not reach the replica: the version is staged, as before."""
+        """Revoke a permission not delivered to the replica: the version is staged, as before."""
         replica = self._state.sessions.by_id[session] if session in self.swapping else None
         if replica is not None and replica.replica is not None and replica.replica.version == version:
             self._release_swap(replica, "its request was dropped")

@@ -123,7 +123,7 @@ class TaskSamplers:
         return msgspec.msgpack.decode(self._state.context.log.record_or_raise(describe), type=SamplerTraits)
 
     def check(self, spec: TaskSpec, sampling: SamplerTraits) -> None:
-        """Raise ConfigError for a sampler that the task cannot use."""
+        """Raise ConfigError for a sampler unusable in the task."""
         what = f"sampler {spec.sampler.name!r} of task {spec.name!r}" if spec.sampler else ""
         if sampling.window < 1:
             raise ConfigError(f"{what} has a window of {sampling.window} rows; it needs at least 1")

@@ -102,7 +102,7 @@ class Terminations:
         )
 
     def note_skipped(self, count: int, reason: str) -> None:
-        """Count rows that a task skips."""
+        """Count rows skipped by a task."""
         self.reasons[f"skipped: {self.shortened('skipped', reason)}"] += count
 
     def shortened(self, state: str, reason: str) -> str:

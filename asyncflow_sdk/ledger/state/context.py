@@ -154,7 +154,7 @@ class Context:
         self.all_woken = True
 
     def wake_session(self, place: str, session: int) -> None:
-        """Retry the requests that one session has parked at a place."""
+        """Retry the requests of one session at a place."""
         sessions = self._woken.setdefault(place, set())
         if sessions is not None:
             sessions.add(session)

@@ -95,14 +95,14 @@ class Homes:
         return (*own, *map(self._status, homes))
 
     def session_closed(self, session: Session, reason: str) -> None:
-        """Note that a session has ended. If it was a unit, its home is absent."""
+        """Note the end of a session. If it was a unit, its home is absent."""
         if (home := self._of_unit(session.id)) is not None:
             now = self._context.now
             self._set(home, unit=NONE, absent_since=now, expires=now + self._silence_s)
             self._publish(home, "absent", reason)
 
     def give_up_silent(self) -> None:
-        """Give up homes that were absent for too long."""
+        """Give up homes absent for too long."""
         now = self._context.now
         for home in self.deadlines.due(now):
             self._lose(home, f"silent for {now - home.absent_since:g} s")
@@ -113,7 +113,7 @@ class Homes:
             self._set(home, expires=home.absent_since + self._silence_s)
 
     def count_lost(self, number: int, failed: int) -> None:
-        """Add rows that failed with a home."""
+        """Add rows failed with a home."""
         home = self.by_number[number]
         self._set(home, rows_failed=home.rows_failed + failed)
 

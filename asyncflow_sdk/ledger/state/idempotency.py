@@ -71,7 +71,7 @@ class IdempotencyKeys:
         return self._lost.get(put.key, _NO_GROUPS)
 
     def rows_in(self, put: cmd.AddRows) -> int:
-        """Return the number of rows that a put adds if it is not refused."""
+        """Return the number of rows added by a put, if it is not refused."""
         groups = self._lost.get(put.key, _NO_GROUPS) if put.key in self._puts else range(put.groups)
         return len(groups) * put.group_size
 
@@ -94,7 +94,7 @@ class IdempotencyKeys:
             self._forgotten = 0
 
     def add_again(self, key: str, first: int, groups: Ids) -> None:
-        """Note that lost groups of a put were added again, as rows from ``first`` on."""
+        """Note lost groups of a put as added again, as rows from ``first`` on."""
         del self._lost[key]
         self._again.setdefault(key, []).append((first, groups))
         self._order.append((first, key))

@@ -118,7 +118,7 @@ class DeadLetters:
         return len(firsts)
 
     def failed(self, first: int, rows: int, task: str, partition: str, put: tuple[str, int], now: float) -> None:
-        """Keep a group that failed for good. ``put``: key of its put, and its number there."""
+        """Keep a failed group. ``put``: key of its put, and its number there."""
         self.groups.append(FailedGroup(first, rows, task, partition, *put, tuple(self._reasons.get(first, ())), now))
 
     def lost(self, key: str, rows: Ids, groups: Ids, where: Ids, names: list[str], reason: str, now: float) -> None:

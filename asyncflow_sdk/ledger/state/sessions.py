@@ -116,7 +116,7 @@ class Grant:
         return self.session if self.shards is None else self.shards.members[rank]
 
     def left_of(self, session: int) -> int:
-        """Return the number of rows that a holder has not completed or returned."""
+        """Return the number of rows neither completed nor returned by a holder."""
         shards = self.shards
         if shards is None:
             return self.left
@@ -362,7 +362,7 @@ class ParkedRequests:
 
     @property
     def feeders(self) -> list[cmd.AwaitRowsWanted]:
-        """The requests of feeders, which put their rows again."""
+        """The requests of feeders: they put lost rows again."""
         return [request.command for request in self.at("wanted") if request.command.prefix]
 
     @property

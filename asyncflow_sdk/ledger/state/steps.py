@@ -139,7 +139,7 @@ class Steps:
         self.lost_rows = NO_ROWS
 
     def declare(self, task: Task, window: Window, unselected: int) -> None:
-        """Set the task that makes the steps."""
+        """Set the task of the steps."""
         self.declared, self.task, self.name = True, task, task.spec.name
         self.window, self.unselected, self.covered = window, unselected, window.step
 
@@ -154,7 +154,7 @@ class Steps:
         return self.open and self.unselected < self.window.free
 
     def takes(self, at: Ids) -> Any:
-        """Return a mask of rows, by array index, of partitions that steps take."""
+        """Return a mask of rows, by array index, of partitions taken by steps."""
         return self.task.state[at] != APART
 
     def unselected_at(self, at: Ids) -> Any:
@@ -331,7 +331,7 @@ class Steps:
         return grant.step in self.held and grant.left == len(self.held[grant.step])
 
     def finish(self, step: int) -> None:
-        """Note that a step is acknowledged whole."""
+        """Note the acknowledgement of a whole step."""
         self.held.pop(step, None)
         if step not in self.uncovered:
             self.parts.pop(step, None)

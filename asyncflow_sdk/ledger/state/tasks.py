@@ -225,7 +225,7 @@ class Task:
         return self.queues[partition]
 
     def next_partitions(self, named: str | None) -> list[int]:
-        """Return partitions that may have ready rows, in turn."""
+        """Return partitions with a queue of ready rows, in turn."""
         if named is not None:
             return [number for number in [self._partitions.number(named)] if number in self.queues]
         if len(self.queues) == 1:
@@ -385,7 +385,7 @@ class Tasks:
             self._context.wake(task.place)
 
     def wake_replica(self, session: int) -> None:
-        """Retry the requests of one replica, which alone may now get prompts."""
+        """Retry the requests of one replica: it alone may now get prompts."""
         for task in self:
             if task.spec.admits or self._partitions.pins:
                 self._context.wake_session(task.place, session)

@@ -60,11 +60,11 @@ class Lineage:
         return tuple((each.first, each.offset) for each in self.changes) if len(self.changes) > 1 else ()
 
     def step(self, version: int) -> int:
-        """Return the step that trains a version."""
+        """Return the step training a version."""
         return version - next(each.offset for each in reversed(self.changes) if version >= each.first)
 
     def origin(self, version: int) -> int:
-        """Return the version that was first published with these bytes."""
+        """Return the version first published with these bytes."""
         for change in reversed(self.changes):
             if change.rolled_back and change.first == version:
                 version = change.parent
@@ -122,7 +122,7 @@ class AnnouncedVersion:
 
 @dataclass
 class KeptVersion:
-    """A version that can be fetched. ``source``: the number its bytes were published under. ``sessions``: the
+    """A kept version. ``source``: the number its bytes were published under. ``sessions``: the
     publisher of each part."""
 
     version: int
@@ -210,5 +210,5 @@ class Versions:
         self.own_zero = own
 
     def sessions(self) -> set[int]:
-        """Return the sessions that wrote kept versions, also closed ones."""
+        """Return the publishers of kept versions, also closed sessions."""
         return {session for each in self.kept.values() for session in each.sessions}
