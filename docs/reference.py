@@ -30,7 +30,7 @@ name itself says "In" another module: `asyncflow_sdk.interfaces` has the contrac
 PLACES = (asyncflow_sdk, types, interfaces, plugins, weights, workflow, testing)
 """The modules that users import names from. The first that exports a name is its place."""
 PARTS: dict[str, tuple[str, list[type | Callable[..., Any]]]] = {
-    "A run": ("", [workflow.serve, workflow.connect, workflow.Run]),
+    "A run": ("", [workflow.serve, workflow.connect, workflow.Run, workflow.ConsumerOptions]),
     "The queue": (
         "`run.queue`; `run.queue.aio` has the same methods as coroutines. The classes after the queue are results of its methods",
         [

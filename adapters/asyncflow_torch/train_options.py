@@ -11,11 +11,9 @@
 
 from __future__ import annotations
 
-import inspect
-import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
@@ -25,16 +23,13 @@ from asyncflow_sdk.interfaces import Algorithm
 from asyncflow_sdk.types import check_above, check_least
 from asyncflow_sdk.types.dtypes import floating_name
 from asyncflow_sdk.workflow.model_folder import stored_dtype
+from asyncflow_sdk.workflow.serialization import keywords_of as keywords_of
 
 from .folder_map import FolderMap
 from .policy import check_loading
 from .schedules import warmup_of
 from .sharded_files import RANK_BUCKET_BYTES
 from .shares import VALUES
-
-_Arguments = ParamSpec("_Arguments")
-_Options = TypeVar("_Options")
-_Self = TypeVar("_Self")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,24 +169,3 @@ class ShardedOptions(TrainOptions):
         super().__post_init__()
         check_above(0, bucket_bytes=self.bucket_bytes, collective_timeout_s=self.collective_timeout_s)
         check_loading(self.dtype, self.device, self.attention)
-
-
-def keywords_of(
-    options: Callable[_Arguments, _Options],
-) -> Callable[[Callable[[_Self, _Options], None]], Callable[Concatenate[_Self, _Arguments], None]]:
-    """Return a decorator of ``__init__(self, options)``: callers give the fields of the dataclass ``options``."""
-    hints = typing.get_type_hints(options)
-    fields = [each.replace(annotation=hints[name]) for name, each in inspect.signature(options).parameters.items()]
-    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-    def decorate(init: Callable[[_Self, _Options], None]) -> Callable[Concatenate[_Self, _Arguments], None]:
-        """Replace ``init`` by a constructor with these keywords."""
-
-        def __init__(self: _Self, /, *args: _Arguments.args, **given: _Arguments.kwargs) -> None:
-            init(self, options(*args, **given))
-
-        __init__.__signature__ = inspect.Signature([this, *fields], return_annotation=None)  # type: ignore[attr-defined]
-        __init__.__annotations__ = {**hints, "return": None}
-        return __init__
-
-    return decorate

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from ..errors import ConfigError, Interrupted, PluginError
 from ..workflow import Workflow, load_workflow
-from ..workflow.address import advertised
-from ..workflow.run_directory import RunDirectory
+from ..workflow.run_directory import RunDirectory, advertised
 from .live_view import LiveView
 from .options import say
 from .report.page import write_report
@@ -30,11 +29,11 @@ def run_file(file: Path, out: Path | None, changes: dict[str, str], shown: str, 
     if shown:
         return
     out, plan = out or Path("runs") / time.strftime(f"{file.stem}-%Y%m%d-%H%M%S"), workflow.plan
-    if plan.address is not None:
-        join = f"asyncflow worker {advertised(plan.address, plan.advertise)} --key run.key --from {file.name} {plan.rollout.task}"
+    if plan.options.address is not None:
+        join = f"asyncflow worker {advertised(plan.options.address, plan.options.advertise)} --key run.key --from {file.name} {plan.rollout.task}"
         key = f"a copy of {out / 'run.key'} readable only by its user"
         say(console, f"\nother hosts join, with {file.name} and {key}, by\n  {join}\n")
-    with outcome_of(out, console), LiveView(plan.steps, f"asyncflow run {file.name}", console=console) as view:
+    with outcome_of(out, console), LiveView(plan.options.steps, f"asyncflow run {file.name}", console=console) as view:
         workflow.run(out, on_event=view)
 
 
@@ -44,7 +43,7 @@ def resume_run(out: Path, changes: Mapping[str, Any], console: Console) -> None:
     workflow, directory = Workflow.load(out, changes), RunDirectory(out)
     if changes or directory.read_summary().get("status") != "completed":
         title = f"asyncflow resume {out}"
-        with outcome_of(out, console), LiveView(workflow.plan.steps, title, console=console) as view:
+        with outcome_of(out, console), LiveView(workflow.plan.options.steps, title, console=console) as view:
             workflow.resume_in(out, view)
     summary = directory.read_summary()
     say(console, f"{out}: {summary['status']}, {summary['steps']} of {summary['steps_wanted']} steps trained")

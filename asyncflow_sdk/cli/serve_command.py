@@ -18,10 +18,9 @@ from ..types.defaults import LEAVE_S
 from ..types.events import Begun, Event, Status
 from ..wire import is_loopback
 from ..workflow import Run, serve
-from ..workflow.address import advertised
 from ..workflow.events.event_file import EVENTS
 from ..workflow.events.recorder import Recorder
-from ..workflow.run_directory import RunDirectory
+from ..workflow.run_directory import RunDirectory, advertised
 from .live_view import LiveView
 from .options import say
 from .signals import stop_as_interrupt

@@ -27,7 +27,7 @@ from ..errors import ServerLost
 from ..types.defaults import CALL_S
 from ..wire import probe
 from ..workflow import Run, connect
-from ..workflow.evaluator import read_evaluations
+from ..workflow.evaluation import read_evaluations
 from ..workflow.events.event_file import EVENTS, lasting_notes
 from .figures import QueueFigures, RateWindow
 from .queue_screen import queue_screen

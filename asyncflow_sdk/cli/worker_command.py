@@ -184,7 +184,7 @@ def _starts_from_file(group: _GroupOptions, task: str, engine: str) -> bool:
         spec.replicas = group.replicas
         _work(group, spec, needs_first=True, weights=flow.weights)
     elif spec is flow.train:
-        _work_as_ranks(group, spec, flow.batch_size, weights=flow.weights)
+        _work_as_ranks(group, spec, flow.options.batch_size, weights=flow.weights)
     elif isinstance(spec.work, Logprobs):
         _work_as_ranks(group, spec)
     else:  # each process does this work for itself

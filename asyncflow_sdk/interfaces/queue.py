@@ -18,7 +18,7 @@ Promises of every implementation:
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -60,7 +60,7 @@ class QueueOptions(TypedDict, total=False):
     keep_versions: int | None
     max_swapping: int | None
     quorum: int | None
-    staleness_policy: str | tuple[str, Mapping[str, Any]] | PolicySpec | None
+    staleness_policy: str | Callable[..., Any] | tuple[Any, Mapping[str, Any]] | PolicySpec | None
     checkpoints: bool | None
     home_silence_s: float | None
 

@@ -13,7 +13,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -48,7 +48,7 @@ from .stores.reader import from_image
 from .streams import AsyncStream, BatchStream, StepStream
 
 CHECK_S = 5.0
-"""Interval of checks during the wait for a part of a step."""
+"""Interval of checks during a wait for rows."""
 LARGE_BYTES = 128 << 20
 """A put from this size on is compared with ``capacity_bytes`` before it is written."""
 LATE_S = 0.2
@@ -62,6 +62,7 @@ _OPTIONS = {"get": _STREAM | {"most"}, "stream": _STREAM, "steps": _STEPS}
 B = TypeVar("B", bound=BatchVerbs)
 S = TypeVar("S", bound=StepVerbs)
 R = TypeVar("R", bound=Batch)
+Check = Callable[[], None] | None
 K = TypeVar("K", SamplerSpec, PolicySpec)
 
 
@@ -97,59 +98,64 @@ class QueueVerbs(Generic[B, S]):
             raise TypeError(f"ack must be a batch that this queue leased, not {type(ack).__name__}")
         return await self._lease(self._request("get", task, count, options), ack)
 
-    async def _lease(self, request: cmd.LeaseRows, last: BatchVerbs | None = None, *, acknowledge: bool = True) -> B:
+    async def _lease(
+        self, request: cmd.LeaseRows, last: BatchVerbs | None = None, check: Check = None, *, acknowledge: bool = True
+    ) -> B:
         """Send a lease request with the last message about batch ``last``; return the new batch."""
-        answer = None if last is None else await last._send_last(request, acknowledge=acknowledge)
-        batch, lease = await self._lease_rows(request, answer, self._batch)
+        if check is None:
+            answer = None if last is None else await last._send_last(request, acknowledge=acknowledge)
+            batch, lease = await self._lease_rows(request, answer, self._batch)
+        else:
+            batch, lease = await self._wait_checked(request, self._batch, check, last)
         batch._bind(self._port, lease)
         return batch
 
-    async def _lease_step(
-        self, request: cmd.LeaseRows, last: StepVerbs | None, check: Callable[[], None] | None = None
-    ) -> S:
+    async def _lease_step(self, request: cmd.LeaseRows, last: StepVerbs | None, check: Check = None) -> S:
         """Return the next step, once its first part is ready. ``last`` goes back if it was not acknowledged."""
         if last is not None:
             await last._close(None, blame=True)
         wait = functools.partial(self._lease_part, check)
         return self._step(self._port, wait, request, *await wait(request))
 
-    async def _lease_part(
-        self, check: Callable[[], None] | None, request: cmd.LeaseRows
-    ) -> tuple[StepPart, cmd.LeasedPart]:
+    async def _lease_part(self, check: Check, request: cmd.LeaseRows) -> tuple[StepPart, cmd.LeasedPart]:
         """Return the next part of a step. ``check``: see ``QueueClient.steps``."""
-        began, waits = time.monotonic(), 1
-        until = began + request.timeout_s
-        if check is not None:
-            waits = max(1, math.ceil(request.timeout_s / CHECK_S))
-            request = msgspec.structs.replace(request, timeout_s=request.timeout_s / waits)
-        for left in reversed(range(waits)):
-            if check is not None:
-                check()
-            try:
-                part, lease = await self._lease_rows(request, None, StepPart, until)
-                break
-            except Ended:
-                if check is not None:
-                    check()
-                raise
-            except DeadlineExceeded as error:
-                if not left:
-                    why = str(error).partition(": ")[2]
-                    raise DeadlineExceeded(f"after {time.monotonic() - began:.1f} s: {why}") from None
+        if check is None:
+            part, lease = await self._lease_rows(request, None, StepPart, time.monotonic() + request.timeout_s)
+        else:
+            part, lease = await self._wait_checked(request, StepPart, check)
         assert isinstance(lease, cmd.LeasedPart)
         part._place(lease, unpack_ids(lease.completed_at))
         return part, lease
 
+    async def _wait_checked(
+        self, request: cmd.LeaseRows, kind: type[R], check: Callable[[], None], last: BatchVerbs | None = None
+    ) -> tuple[R, cmd.Leased]:
+        """Send a lease request with the last message about batch ``last``, again every ``CHECK_S`` seconds of its wait.
+        ``check`` is called before each, and at the end of the stream."""
+        began, timeout_s = time.monotonic(), request.timeout_s
+        waits = max(1, math.ceil(timeout_s / CHECK_S))
+        request = msgspec.structs.replace(request, timeout_s=timeout_s / waits)
+        while True:
+            check()
+            answer = None if last is None else await last._send_last(request)
+            last, waits = None, waits - 1
+            try:
+                return await self._lease_rows(request, answer, kind, began + timeout_s)
+            except Ended:
+                check()
+                raise
+            except DeadlineExceeded as error:
+                if not waits:
+                    why = str(error).partition(": ")[2]
+                    raise DeadlineExceeded(f"after {time.monotonic() - began:.1f} s: {why}") from None
+
     async def _lease_rows(
         self, request: cmd.LeaseRows, answer: CallResult | None, kind: type[R], until: float | None = None
     ) -> tuple[R, cmd.Leased]:
-        """Send a lease request, unless it has its ``answer``; return the rows, and the lease.
-
-        A lease with rows that cannot be read goes back; if they had ended, the request is repeated. A
-        rank of a group gets a batch without rows then, since the others work on this very lease. If
-        their host cannot be reached now, the request is repeated until its own deadline; ranks of a group
-        and parts of a step are read again ``until`` then, since nobody else can have them.
-        """
+        """Send a lease request, unless it has its ``answer``; return the rows, and the lease. One with rows that cannot
+        be read goes back; if they had ended, the request is repeated. A rank of a group gets a batch without rows then,
+        since the others work on this very lease. If their host cannot be reached now, the request is repeated until its
+        own deadline; ranks of a group and parts of a step are read again ``until`` then: nobody else can have them."""
         left, deadline, port = _READ_TRIES, time.monotonic() + request.timeout_s, self._port
         while True:
             left -= 1
@@ -227,11 +233,10 @@ class QueueVerbs(Generic[B, S]):
         else:
             raise LeaseLost("the rows ended before their columns were sent")
 
-        def writable(name: str) -> Any:
-            """Return a column's values in a copy-on-write mapping, or None."""
+        def _writable(name: str) -> Any:  # a column's values in a copy-on-write mapping, or None
             return store.writable(next(part for part in slices if name in part.columns), name, schema)
 
-        return kind(unpack_ids(lease.ids), unpack_ids(lease.groups), columns, writable if slices else None)
+        return kind(unpack_ids(lease.ids), unpack_ids(lease.groups), columns, _writable if slices else None)
 
 
 class AsyncTransferQueue(QueueVerbs[AsyncLeasedBatch, AsyncStep]):
@@ -240,9 +245,7 @@ class AsyncTransferQueue(QueueVerbs[AsyncLeasedBatch, AsyncStep]):
     _batch, _step = AsyncLeasedBatch, AsyncStep
     get = QueueVerbs._get
 
-    async def configure(
-        self, *, staleness_policy: str | tuple[str, Mapping[str, Any]] | PolicySpec | None = None, **limits: Any
-    ) -> None:
+    async def configure(self, *, staleness_policy: Any = None, **limits: Any) -> None:
         """See ``TransferQueue.configure``."""
         await self._port.send(cmd.Configure(staleness=policy_spec(staleness_policy), **limits))
 
@@ -328,18 +331,15 @@ class AsyncTransferQueue(QueueVerbs[AsyncLeasedBatch, AsyncStep]):
 
     async def failed(self, count: int = 100) -> tuple[FailedGroup, ...]:
         """See ``TransferQueue.failed``."""
-        groups: tuple[FailedGroup, ...] = (await self._port.send(cmd.GetFailed(count=count))).groups
-        return groups
+        return cast(cmd.Failed, await self._port.send(cmd.GetFailed(count=count))).groups
 
     async def audit(self) -> Audit:
         """See ``TransferQueue.audit``."""
-        audit: Audit = await self._port.send(cmd.GetAudit())
-        return audit
+        return cast(Audit, await self._port.send(cmd.GetAudit()))
 
     async def status(self) -> StatusReport:
         """See ``TransferQueue.status``."""
-        report: StatusReport = await self._port.send(cmd.GetStatus())
-        return report
+        return cast(StatusReport, await self._port.send(cmd.GetStatus()))
 
     async def flush(self) -> None:
         """See ``TransferQueue.flush``."""
@@ -378,21 +378,21 @@ class QueueClient(QueueVerbs[BlockingBatch, BlockingStep], TransferQueue):
     status = sync(AsyncTransferQueue.status, TransferQueue.status)
     flush = sync(AsyncTransferQueue.flush, TransferQueue.flush)
 
-    def stream(self, task: str, count: int = 1, *, ahead: bool = False, **options: Any) -> BatchStream:
-        """See ``TransferQueue.stream``."""
+    def stream(
+        self, task: str, count: int = 1, *, ahead: bool = False, check: Check = None, **options: Any
+    ) -> BatchStream:
+        """See ``TransferQueue.stream``. ``check``: called before each wait for a batch, every ``CHECK_S`` seconds of
+        it, and at the end of the stream; its exception is raised."""
         request, connection = self._request("stream", task, count, options), self.connection
         early = QueueClient(LoopPort(connection))
         return BatchStream(
             connection,
-            lambda last: self._lease(request, last, acknowledge=False),
+            lambda last: self._lease(request, last, check, acknowledge=False),
             (lambda: early._lease(request)) if ahead else None,
         )
 
-    def steps(
-        self, task: str, *, part_rows: int = 1, check: Callable[[], None] | None = None, **options: Any
-    ) -> StepStream:
-        """See ``TransferQueue.steps``. ``check``: called before each wait for a part, every ``CHECK_S``
-        seconds of it, and at the end of the stream; its exception is raised."""
+    def steps(self, task: str, *, part_rows: int = 1, check: Check = None, **options: Any) -> StepStream:
+        """See ``TransferQueue.steps``. ``check``: an argument of ``stream``, here for each wait for a part."""
         request = self._request("steps", task, 1, options, parts=True, at_least=part_rows)
         return StepStream(self.connection, lambda last: self._lease_step(request, last, check))
 

@@ -63,7 +63,7 @@ class StreamDataLoader(Generic[T]):
         parts = (shards or world_size) if world_size > 1 else 1
         self._batches = queue.stream(
             task, count * parts, columns=columns, at_least=at_least * parts, ahead=bool(prefetch), rank=rank,
-            world_size=world_size, shards=shards, **{"group": task, "timeout_s": NEXT_S} | options,
+            world_size=world_size, shards=shards, **{"group": task, "timeout_s": NEXT_S, **options},
         )  # fmt: skip
         _register_with_torch()
 

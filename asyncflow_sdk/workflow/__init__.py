@@ -8,7 +8,7 @@ from .plan.toml import load_workflow
 from .rewards import HttpReward
 from .rollout.agent import Agent, Turn, Turns
 from .rollout.producer import EngineProducer
-from .run import Run
+from .run import ConsumerOptions, Run
 from .specs import Rollout, Stage, Train
 from .work import Generate, Logprobs
 from .workers.command_launcher import CommandLauncher
@@ -18,6 +18,7 @@ from .workflow import Result, Workflow, resume
 __all__ = [
     "Agent",
     "CommandLauncher",
+    "ConsumerOptions",
     "EngineProducer",
     "Evaluation",
     "Generate",

@@ -25,9 +25,8 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
@@ -53,9 +52,8 @@ class File(msgspec.Struct, frozen=True):
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """``step``: the next step to train, which trains ``version``. ``rows_put``: the prompt cursor,
-    in rows. ``world_size``: number of ranks that wrote it; 0: unknown. ``digest``: of the other
-    fields."""
+    """``step``: the next step to train, which trains ``version``. ``rows_put``: the prompt cursor, in rows.
+    ``world_size``: number of ranks that wrote it; 0: unknown. ``digest``: of the other fields."""
 
     format: int
     sdk: str
@@ -67,11 +65,9 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     digest: str = ""
 
 
-@dataclass(frozen=True)
-class ResumePoint:
-    """The point where training continues. ``path``: the argument for ``load``; None: from the
-    start. ``step``: leased next. ``version``: publish the engine's weights under this number
-    before; None: they are current."""
+class ResumePoint(NamedTuple):
+    """The point where training continues. ``path``: the argument for ``load``; None: from the start. ``step``: leased
+    next. ``version``: publish the engine's weights under this number before; None: they are current."""
 
     path: Path | None
     step: int
@@ -83,24 +79,30 @@ class Damaged(Exception):
 
 
 class Checkpoints:
-    """The checkpoints of one run, for its one trainer. ``keep``: number of newest checkpoints kept;
-    rows are kept for the oldest of them. ``ranks``: of a trainer with several, which make the same
-    calls at the same time in a directory visible to all. ``reshards``: the engine loads what another
-    number of ranks has saved. Not thread-safe."""
+    """The checkpoints of one run, for its one trainer. ``keep``: number of newest checkpoints kept; rows are kept for
+    the oldest of them. ``ranks``: of a trainer with several, which make the same calls at the same time in a
+    directory visible to all. ``reshards``: the engine loads what another number of ranks has saved. Not
+    thread-safe."""
 
     def __init__(
-        self, queue: QueueClient, directory: Path, keep: int = 2, ranks: RankCommunicator | None = None, *,
+        self,
+        queue: QueueClient,
+        directory: Path,
+        keep: int = 2,
+        ranks: RankCommunicator | None = None,
+        *,
         reshards: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         check_least(1, keep=keep)
-        self._reshards = reshards
-        self._queue, self.directory, self._keep = queue, directory, keep
+        self._queue, self.directory, self._keep, self._reshards = queue, directory, keep, reshards
         self._ranks = ranks or RankCommunicator()
 
     def resume(self) -> ResumePoint:
-        """Continue from the newest intact checkpoint; from the start without any. Raises
-        ConfigError if rows that must be trained again are gone."""
-        found = self._ranks.by_first("where training goes on", lambda: _packed(self._resume()))
+        """Continue from the newest intact checkpoint; from the start without any. Raises ConfigError if rows that
+        must be trained again are gone."""
+        found = self._ranks.by_first(
+            "where training goes on", lambda: msgspec.json.encode(self._resume(), enc_hook=str)
+        )
         path, step, version = msgspec.json.decode(found, type=tuple[str | None, int, int | None])
         return ResumePoint(None if path is None else Path(path), step, version)
 
@@ -133,16 +135,15 @@ class Checkpoints:
         return self._went_on(None, self._send(cmd.Resume(step=0)))
 
     def save(self, save: Callable[[Path], None], *, last: bool = False) -> Path:
-        """Save the engine's state after the last acknowledged step by ``save``. ``last``: no step
-        follows, so none will be trained again. Raises MemoryFull if the disk is full, ConfigError
-        after a rollback until the trainer has loaded its version, and the errors of ``save``; then
-        nothing has changed."""
+        """Save the engine's state after the last acknowledged step by ``save``. ``last``: no step follows, so none
+        will be trained again. Raises MemoryFull if the disk is full, ConfigError after a rollback until the trainer
+        has loaded its version, and the errors of ``save``; then nothing has changed."""
         self._ranks.all_gather("the acknowledgement of a step")
         cut = self._cut()
         path = self._path(cut.step)
         again = self._ranks.by_first("a checkpoint", lambda: self._there(cut, last))
         if not again:
-            write(path, save, step=cut.step, version=cut.version, rows_put=cut.put, ranks=self._ranks)
+            self._write(path, save, cut)
         if self._ranks.first:
             self._count(cut, path, last)
         return path / "engine"
@@ -209,64 +210,51 @@ class Checkpoints:
         connection = self._queue.connection
         connection.report(ev.Note(time_s=time.monotonic(), worker=connection.name, text=text, level=level))
 
+    def _write(self, path: Path, save: Callable[[Path], None], cut: cmd.TrainingPosition) -> None:
+        """Write a checkpoint atomically, also if the host dies. Each of several ranks writes its part in the same
+        directory, and the first one the rest. Raises MemoryFull, and the errors of ``save``."""
 
-def _packed(point: ResumePoint) -> bytes:
-    return msgspec.json.encode((None if point.path is None else str(point.path), point.step, point.version))
+        def begin() -> bytes:
+            made = path.with_name(f".{path.name}-{os.getpid()}")
+            shutil.rmtree(made, ignore_errors=True)
+            for each in (made.parent, made, made / "engine"):
+                make_private_directory(each)
+            return made.name.encode()
 
-
-def write(
-    path: Path,
-    save: Callable[[Path], None],
-    *,
-    step: int,
-    version: int,
-    rows_put: int,
-    ranks: RankCommunicator | None = None,
-) -> None:
-    """Write a checkpoint atomically, also if the host dies. Each of several ``ranks`` writes its
-    part in the same directory, and the first one the rest. Raises MemoryFull, and the errors of
-    ``save``."""
-    ranks = ranks or RankCommunicator()
-
-    def begin() -> bytes:
-        made = path.with_name(f".{path.name}-{os.getpid()}")
-        shutil.rmtree(made, ignore_errors=True)
-        for each in (made.parent, made, made / "engine"):
-            make_private_directory(each)
-        return made.name.encode()
-
-    part = path.with_name(ranks.by_first(f"the folder for the checkpoint of step {step}", begin).decode())
-    engine = part / "engine"
-    try:
-        with ranks.all_or_none(f"the checkpoint of step {step}"):
-            save(engine)
-        if not ranks.first:
-            return
-        manifest = CheckpointManifest(
-            format=FORMAT,
-            sdk=__version__,
-            step=step,
-            version=version,
-            rows_put=rows_put,
-            files=_synced(engine),
-            world_size=ranks.world_size,
-        )
-        manifest = msgspec.structs.replace(manifest, digest=_digest_of(manifest))
-        with (part / "manifest.json").open("wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=2))
-            file.flush()
-            os.fsync(file.fileno())
-        sync_directory(part)
-        if path.exists():  # of a trainer that died before it could say so
-            shutil.rmtree(path)
-        part.rename(path)
-        sync_directory(path.parent)
-    except BaseException as error:
-        if ranks.first:
-            shutil.rmtree(part, ignore_errors=True)
-        if _is_full(error):
-            raise MemoryFull(f"no room for a checkpoint in {path.parent}: {error}; the one before counts") from error
-        raise
+        ranks, what = self._ranks, f"checkpoint of step {cut.step}"
+        part = path.with_name(ranks.by_first(f"the folder for the {what}", begin).decode())
+        engine = part / "engine"
+        try:
+            with ranks.all_or_none(f"the {what}"):
+                save(engine)
+            if not ranks.first:
+                return
+            manifest = CheckpointManifest(
+                format=FORMAT,
+                sdk=__version__,
+                step=cut.step,
+                version=cut.version,
+                rows_put=cut.put,
+                files=_synced(engine),
+                world_size=ranks.world_size,
+            )
+            manifest = msgspec.structs.replace(manifest, digest=_digest_of(manifest))
+            with (part / "manifest.json").open("wb") as file:
+                file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=2))
+                file.flush()
+                os.fsync(file.fileno())
+            sync_directory(part)
+            if path.exists():  # of a trainer that died before it could say so
+                shutil.rmtree(path)
+            part.rename(path)
+            sync_directory(path.parent)
+        except BaseException as error:
+            if ranks.first:
+                shutil.rmtree(part, ignore_errors=True)
+            if _is_full(error):
+                text = f"no room for a checkpoint in {path.parent}: {error}; the one before counts"
+                raise MemoryFull(text) from error
+            raise
 
 
 def check(path: Path) -> CheckpointManifest:

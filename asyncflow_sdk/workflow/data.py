@@ -6,17 +6,18 @@ source = prompt_source(stream_of_prompts)        # a PromptStream: the function 
 
 from __future__ import annotations
 
-import abc
 import codecs
 import contextlib
 import copy
 import csv
+import functools
 import importlib
 import itertools
 import json
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -59,27 +60,23 @@ LongPrompts = Literal["error", "drop", "truncate_left"]
 """Treatment of a prompt without room for a response."""
 
 
+@dataclass(kw_only=True)
 class Selection:
     """The columns of a data set for a run.
 
     ``prompt``: the column of prompts. ``needs``: the columns of tasks; None: all. ``gives``: the names of columns
     given by tasks: the data's column of one of these names is called data_NAME. ``rename``: new names by name in the
     data. ``more``: number of columns to take beside ``needs`` for functions with ``**columns``, as far as a queue can
-    hold them."""
+    hold them. ``names``: the new name of each column found so far, also of the ones left out. ``unfit``: new names of
+    columns left out of ``**columns``."""
 
-    def __init__(
-        self,
-        prompt: str = "prompt",
-        needs: Collection[str] | None = None,
-        gives: Collection[str] = (),
-        rename: Mapping[str, str] | None = None,
-        more: int = 0,
-    ) -> None:
-        self.prompt, self.needs, self._gives, self.rename, self._more = prompt, needs, gives, rename or {}, more
-        self.names: dict[str, str] = {}
-        """The new name of each column found so far, also of the ones left out."""
-        self.unfit: set[str] = set()
-        """New names of columns left out of ``**columns``."""
+    prompt: str = "prompt"
+    needs: Collection[str] | None = None
+    gives: Collection[str] = ()
+    rename: Mapping[str, str] = field(default_factory=dict)
+    more: int = 0
+    names: dict[str, str] = field(default_factory=dict)
+    unfit: set[str] = field(default_factory=set)
 
     def of(self, known: Iterable[str], source: str = "prompts") -> dict[str, str]:
         """Return the new names of the columns to take, by their names in the data. Raises ConfigError for data
@@ -87,7 +84,7 @@ class Selection:
         found: dict[str, str] = {}
         for name in known:
             new = self.rename.get(name, name)
-            found[name] = DATA + new if new in self._gives else new
+            found[name] = DATA + new if new in self.gives else new
         for name, new in found.items():
             if [*found.values()].count(new) > 1 and name != new:
                 raise ConfigError(
@@ -99,14 +96,14 @@ class Selection:
                 " a column, or name the column of the prompts: Rollout(prompt=NAME), `asyncflow serve --column NAME`"
             )
         self.names = self.names | found
-        further = [new for new in found.values() if self._more and new not in (self.needs or ())]
-        fit = [new for new in further if new not in self.unfit and _is_name(new)][: self._more]
+        further = [new for new in found.values() if self.more and new not in (self.needs or ())]
+        fit = [new for new in further if new not in self.unfit and _is_name(new)][: self.more]
         self.unfit = self.unfit | {*further} - {*fit}
         return {n: new for n, new in found.items() if self.needs is None or new in self.needs or new in fit}
 
     def go_without(self, new: str) -> bool:
         """Leave out a column, unless a task needs it by name: return False then."""
-        if not self._more or new in (self.needs or ()):
+        if not self.more or new in (self.needs or ()):
             return False
         self.unfit = self.unfit | {new}
         return True
@@ -114,10 +111,10 @@ class Selection:
     @property
     def changes(self) -> str:
         """Columns left out and renamed, for people; "" for none."""
-        kept = {*self.names.values()} - self.unfit if self._more else self.needs
+        kept = {*self.names.values()} - self.unfit if self.more else self.needs
         left = [str(name) for name, new in self.names.items() if kept is not None and new not in kept]
         text = f"no task needs {', '.join(left)}"
-        if self._more:
+        if self.more:
             text = f"**columns goes without {', '.join(left)}: a queue has no such name, type or room, or a record lacks them"
         new = [f"{name} is named {new}" for name, new in self.names.items() if name != new and str(name) not in left]
         return "; ".join([*([text] if left else []), *new])
@@ -135,15 +132,14 @@ Prompts = str | Path | Sequence[Any] | Mapping[str, Any] | Dataset | Iterable[An
 
 
 def load_prompts(prompts: Prompts, column: str = "prompt") -> Batch:
-    """Return a batch with one row a prompt. Takes a list of texts or of chats, a list or ``Dataset``
-    of records, columns by name, a table (pyarrow, pandas, polars), a function that returns one of
-    these, or the path of a .jsonl, .json, .csv, .tsv or .parquet file. Raises ConfigError with file,
-    line and reason; also for no data, for records without the prompt column, and for a stream."""
-    return select_prompts(prompts, Selection(column))
+    """Return a batch with one row a prompt. Takes a list of texts or of chats, a list or ``Dataset`` of records,
+    columns by name, a table (pyarrow, pandas, polars), a function that returns one of these, or the path of a .jsonl,
+    .json, .csv, .tsv or .parquet file. Raises ConfigError with file, line and reason; also for no data, for records
+    without the prompt column, and for a stream."""
+    return _loaded(prompts, Selection(prompt=column))
 
 
-def select_prompts(prompts: Prompts, select: Selection) -> Batch:
-    """``load_prompts``, with the columns of a selection."""
+def _loaded(prompts: Prompts, select: Selection) -> Batch:
     source = prompt_source(prompts, select)
     if isinstance(source, PromptStream):
         raise ConfigError("prompts are a stream, which is not loaded as a whole: give it to a Workflow, or to feed()")
@@ -151,9 +147,9 @@ def select_prompts(prompts: Prompts, select: Selection) -> Batch:
 
 
 def select_like(prompts: Prompts, select: Selection, data: Batch) -> Batch:
-    """``select_prompts`` of held-out data, with the types of ``data``. Raises ConfigError for a value of another
-    type."""
-    found = select_prompts(prompts, copy.copy(select))
+    """Return the columns of a selection of held-out data, with the types of ``data``. Raises ConfigError for a value
+    of another type."""
+    found = _loaded(prompts, copy.copy(select))
     columns = dict(found.columns)
     for name, column in columns.items():
         spec = data.spec(name) if name in data else column.spec
@@ -171,8 +167,8 @@ def select_like(prompts: Prompts, select: Selection, data: Batch) -> Batch:
 
 
 def prompt_source(prompts: Prompts, select: Selection) -> Batch | PromptStream:
-    """Return all prompts as a batch, or a stream of them: an iterable of records without a length,
-    such as ``datasets.IterableDataset``, or a function that returns one. Raises ConfigError."""
+    """Return all prompts as a batch, or a stream of them: an iterable of records without a length, such as
+    ``datasets.IterableDataset``, or a function that returns one. Raises ConfigError."""
     given: Any = prompts
     prompts = _called(given) if callable(given) else given
     if hasattr(prompts, "__iter__") and not hasattr(prompts, "__len__"):
@@ -252,40 +248,35 @@ def _records(rows: Sequence[Any], select: Selection, place: _Place = _ARGUMENT) 
 
 
 def _batch(columns: Mapping[str, Any], select: Selection, place: _Place = _ARGUMENT) -> Batch:
-    taken = {new: columns[name] for name, new in select.of(columns, place.source).items()}
-    try:
+    packed: dict[str, Column] = {}
+    for name, new in select.of(columns, place.source).items():
+        values, native = columns[name], new == select.prompt
         try:
-            batch = Batch.of(taken)
-        except SchemaError:
-            stored = {}
-            for name, values in taken.items():
-                try:
-                    stored[name] = _storable(name, values, select)
-                except SchemaError:
-                    if not select.go_without(name):
-                        raise
-            taken = {name: taken[name] for name in stored}
-            batch = Batch.of(stored)
-    except SchemaError as error:
-        for name, values in taken.items():
+            packed[new] = _packed(new, values, native=native)
+        except SchemaError as error:
+            if select.go_without(new):
+                continue
             for number, value in enumerate(values if isinstance(values, (list, tuple)) else ()):
-                if fault := _fault(name, value, values[0], native=name == select.prompt):
+                if fault := _fault(new, value, values[0], native=native):
                     raise ConfigError(f"{place.of(number)}: {fault}") from None
-        raise ConfigError(f"{place.source}: {error}") from None
-    if not batch.rows:
+            raise ConfigError(f"{place.source}: {error}") from None
+    sizes = sorted({len(column) for column in packed.values()})
+    if len(sizes) > 1:
+        raise ConfigError(f"{place.source}: columns have different numbers of rows: {sizes}")
+    if not sizes[0]:
         raise ConfigError(f"{place.source}: the data set is empty: there is nothing to train on")
-    return batch
+    ids = np.arange(sizes[0])
+    return Batch(ids, ids, packed)
 
 
-def _storable(name: str, values: Any, select: Selection) -> Any:
-    """Return the values of a column, marked as JSON if no other kind of column can hold them."""
+def _packed(name: str, values: Any, *, native: bool) -> Column:
+    """Return a column, of JSON if it is not ``native`` and no other kind of column can hold its values."""
     try:
-        pack(name, values)
+        return pack(name, values)
     except SchemaError:
-        if name == select.prompt or not isinstance(values, (list, tuple, np.ndarray)):
+        if native or not isinstance(values, (list, tuple, np.ndarray)):
             raise
-        return _json_values(values)
-    return values
+        return pack(name, _json_values(values))
 
 
 def _json_values(values: Iterable[Any]) -> JsonValues:
@@ -401,8 +392,7 @@ class PromptStream:
 
     ``of``: the iterable of an epoch, or a function that returns it. A new epoch calls its ``set_epoch``, if it has
     one, so that ``datasets.IterableDataset.shuffle`` gives another order. ``head``: the first records, with the
-    columns and types of all. Raises ConfigError for a stream without records of the prompt column.
-    """
+    columns and types of all. Raises ConfigError for a stream without records of the prompt column."""
 
     def __init__(self, of: Any, select: Selection) -> None:
         self._of, self._prompt, self._number = of, select.prompt, 0
@@ -487,76 +477,40 @@ def cut_prompts(rows: Batch, column: str, limit: int) -> Batch:
     return Batch(rows.ids, rows.groups, {**rows.columns, column: cut})
 
 
-def join_rows(rows: Sequence[Batch]) -> Batch:
-    """Return rows of the same columns as one batch."""
-    ids = np.arange(len(rows))
-    return Batch(ids, ids, {name: concat([row.columns[name] for row in rows]) for name in rows[0]})
-
-
-class PromptOrder(abc.ABC):
-    """The prompts of a run in their order. For one thread. ``position``: the number of prompts passed so far.
-    ``left_out``: the number of unusable ones among them."""
+class ShuffledPrompts:
+    """Prompts in memory, in a new order each epoch; ``epochs``: None for any number. For one thread. ``position``:
+    the number of prompts passed so far. With epochs of 4 prompts, ``seek(6)`` and ``next(3)`` return the last two of
+    the second epoch's order and the first of the third's."""
 
     position = left_out = 0
 
-    @abc.abstractmethod
-    def seek(self, position: int) -> None:
-        """Continue after the first ``position`` prompts of the run."""
-
-    @abc.abstractmethod
-    def skip(self, count: int) -> None:
-        """Pass prompts without reading them."""
-
-    @abc.abstractmethod
-    def next(self, count: int) -> Batch:
-        """Return the next prompts, fewer at the end of the last epoch."""
-
-
-class ShuffledPrompts(PromptOrder):
-    """Prompts in memory, in a new order each epoch."""
-
     def __init__(self, data: Batch, seed: int, epochs: int | None) -> None:
         self._data, self._seed = data, seed
-        self._left = None if epochs is None else epochs * data.rows
-        self._most = self._left
-        self._order = np.empty(0, np.int64)
-        self._epoch = 0
+        self._end = None if epochs is None else epochs * data.rows
+        self._order = functools.lru_cache(maxsize=2)(self._shuffled)
+
+    def _shuffled(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        return np.random.default_rng([self._seed, epoch]).permutation(self._data.rows)
 
     def seek(self, position: int) -> None:
-        """Draw the order of the epoch at the position again."""
-        self._order, self.position = np.empty(0, np.int64), position
-        self._left = None if self._most is None else self._most - position
-        self._epoch, within = divmod(position, self._data.rows)  # whole epochs need no order
-        self._take(within)
-
-    def skip(self, count: int) -> None:
-        """Continue with a later position."""
-        self.seek(self.position + count)
+        """Continue after the first ``position`` prompts of the run."""
+        self.position = position
 
     def next(self, count: int) -> Batch:
-        """Return a copy of the next prompts."""
-        if self._left is not None:
-            count = min(count, self._left)
-            self._left -= count
-        self.position += count
-        return self._data.take(self._take(count))
-
-    def _take(self, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        while len(self._order) < count:
-            shuffled = np.random.default_rng([self._seed, self._epoch]).permutation(self._data.rows)
-            self._order = np.concatenate([self._order, shuffled])
-            self._epoch += 1
-        taken, self._order = self._order[:count], self._order[count:]
-        return taken
+        """Return a copy of the next prompts, fewer at the end of the last epoch."""
+        end = self.position + count if self._end is None else min(self.position + count, self._end)
+        epochs, rows = np.divmod(np.arange(self.position, end), self._data.rows)
+        self.position += len(rows)
+        taken = [self._order(epoch)[rows[epochs == epoch]] for epoch in np.unique(epochs).tolist()]
+        return self._data.take(np.concatenate([np.empty(0, np.int64), *taken]))
 
 
-class StreamedPrompts(PromptOrder):
-    """Prompts of a stream, in its order. An unusable record is left out: ``note`` is called with its number and
-    the reason, for the first three, then for the tenth, the hundredth and so on.
+class StreamedPrompts:
+    """Prompts of a stream, in its order, as ``ShuffledPrompts``. An unusable record is left out: ``note`` is called
+    with its number and the reason, for the first three, then for the tenth, the hundredth and so on. ``left_out``:
+    the number of unusable records passed so far."""
 
-    ``seek`` reads the stream again: the state of a ``datasets.IterableDataset`` lacks the records in
-    its shuffle buffer.
-    """
+    position = left_out = 0
 
     def __init__(self, stream: PromptStream, epochs: int | None, note: Callable[[str], None]) -> None:
         self._stream, self._epochs, self._note = stream, epochs, note
@@ -564,14 +518,12 @@ class StreamedPrompts(PromptOrder):
         self._records = self._all()
 
     def seek(self, position: int) -> None:
-        """Read the stream again up to the position, and count its unusable records."""
-        self._records, self.position, self.left_out = self._all(), 0, 0
-        for record in itertools.islice(self._records, position):
+        """Read on to the position, or to it from the beginning: the state of a ``datasets.IterableDataset`` lacks the
+        records in its shuffle buffer."""
+        if position < self.position:
+            self._records, self.position, self.left_out = self._all(), 0, 0
+        for record in itertools.islice(self._records, position - self.position):
             self._row(record)
-
-    def skip(self, count: int) -> None:
-        """Pass records without looking at them."""
-        self.position += sum(1 for _ in itertools.islice(self._records, count))
 
     def next(self, count: int) -> Batch:
         """Read the next records. Raises ConfigError after many unusable ones in a row."""
@@ -585,7 +537,10 @@ class StreamedPrompts(PromptOrder):
                 self._leave_out(row)
             if len(rows) == count:
                 break
-        return join_rows(rows) if rows else self._stream.head.take([])
+        if not rows:
+            return self._stream.head.take([])
+        ids = np.arange(len(rows))
+        return Batch(ids, ids, {name: concat([row.columns[name] for row in rows]) for name in rows[0]})
 
     def _row(self, record: Any) -> Batch | SchemaError:
         self.position += 1
@@ -614,14 +569,13 @@ class StreamedPrompts(PromptOrder):
 
 
 class Feeder:
-    """Puts prompts while the steps lack rows, in a new order each epoch, at most a chunk ahead of
-    the queue's room. The next prompt replaces a failed or filtered group; a group whose payload was
-    lost with its host is put again, so that it ends only when no row of a step can be lost.
+    """Puts prompts while the steps lack rows, in a new order each epoch, at most a chunk ahead of the queue's room.
+    The next prompt replaces a failed or filtered group; a group whose payload was lost with its host is put again, so
+    that it ends only when no row of a step can be lost.
 
-    ``ends``: the partition that ends then; None: the stream. ``epochs``: end it after this many;
-    None: continue while steps want rows. Runs in a thread; ``on_failure`` is called there with its
-    error. ``key``: prefix of the keys of its puts. ``begin``: number of prompts put by earlier queues.
-    """
+    ``ends``: the partition that ends then; None: the stream. ``epochs``: end it after this many; None: continue while
+    steps want rows. Runs in a thread; ``on_failure`` is called there with its error. ``key``: prefix of the keys of
+    its puts. ``begin``: number of prompts put by earlier queues."""
 
     def __init__(
         self,
@@ -723,9 +677,8 @@ class Feeder:
         """Repeat puts, of which the queue adds the lost groups, and go back. ``lost``: numbers of prompts, by key."""
         prompts, back = self._prompts, self._prompts.position
         try:
-            prompts.seek(0)
             for position, count in sorted((int(key[len(self._prefix) :]), count) for key, count in lost.items()):
-                prompts.skip(position - prompts.position)
+                prompts.seek(position)
                 self._put(prompts.next(count), position)
         except SchemaError as error:
             raise ConfigError(f"prompts whose payload was lost are not read as before: {error}") from error

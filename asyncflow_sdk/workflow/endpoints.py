@@ -11,10 +11,10 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ConfigError, MemoryFull
-from ..interfaces import OnFailure, Placement, Sampler, TrackedRun
+from ..interfaces import OnFailure, Placement, QueueOptions, Sampler, TrackedRun
 from ..memory import make_private_directory
 from ..queue import Connection, QueueServer
 from ..queue.journal_directory import JournalDirectory
@@ -23,13 +23,15 @@ from ..types import Batch, Event
 from ..types.config import LOCAL, Store
 from ..types.defaults import CALL_S, CAPACITY_ROWS, KEEP_VERSIONS, MAX_STALENESS
 from ..wire import MAX_BYTES, KeyPair, ensure_keys, generate_keys, is_loopback, save_keys
-from .address import JOURNAL, advertised, find_address, write_addresses
 from .events.event_sinks import EventSink, call_all
 from .events.trackers import Tracked, Trackers, make_trackers
-from .plan.policy import Policy, find_policy
+from .plan.choices import find_policy
 from .run import Run
-from .run_directory import RunDirectory
+from .run_directory import JOURNAL, RunDirectory, advertised, find_address, write_addresses
 from .workers.worker_pool import Endpoint
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 RUN_KEY = "run.key"
 
@@ -45,30 +47,22 @@ def serve(
     on_step: Callable[[int, Callable[[], Batch]], None] | None = None,
     on_final: Callable[[int], None] | None = None,
     name: str = "driver",
-    max_staleness: int = MAX_STALENESS,
-    capacity_rows: int = CAPACITY_ROWS,
-    capacity_bytes: int | None = None,
-    steps: int | None = None,
-    keep_versions: int = KEEP_VERSIONS,
-    max_swapping: int = 0,
-    quorum: int = 0,
-    checkpoints: bool = False,
     history: bool = False,
     durability: Literal["process", "host"] | None = None,
     store: str | Store = LOCAL,
     max_call_bytes: int = MAX_BYTES,
     samplers: Mapping[str, Callable[..., Sampler]] | None = None,
     on_failure: OnFailure = "stop",
-    staleness_policy: Policy = "wait",
     track: Tracked | Sequence[Tracked] = (),
     description: Mapping[str, Any] | None = None,
     sinks: Sequence[EventSink] = (),
+    **limits: Unpack[QueueOptions],
 ) -> Run:
     """Serve a run from this process.
 
-    ``directory``: of the run and its logs; None: workers log to a temporary folder, removed on close unless a worker
-    failed. A missing directory is made with mode 0700, whatever the umask. An existing one keeps its mode; new files
-    in it are readable by their owner only.
+    ``directory``: the directory of the run and its logs; None: workers log to a temporary folder, removed on close
+    unless a worker failed. A missing directory is made with mode 0700, whatever the umask. An existing one keeps its
+    mode; new files in it are readable by their owner only.
 
     ``address``: a further address to listen at (``tcp://127.0.0.1:0`` picks a port); a local socket is always there.
     ``advertise``: name or IP address of this host for others; default: the host of ``address`` or, for all
@@ -78,21 +72,18 @@ def serve(
     reaches the address may read and change the run. ``max_call_bytes``: limit of one put or completion from there,
     and of all incomplete calls together, with their payload.
 
-    ``capacity_rows``, ``capacity_bytes``: limits of live rows and of their payload; default: half of the free bytes
-    of the segments' file system. ``max_staleness``: limit of a trained token's staleness in versions.
-    ``staleness_policy``: treatment of late rows: "wait", "drop", "count" or another, see ``Staleness``; a class of
-    this process must be given again with a durable run. ``keep_versions``: number of newest versions available for
-    fetches and rollbacks. ``max_swapping``: replicas loading at once, beside those that get no prompts before they
-    load (0: all). ``quorum``: replicas that must have a version staged before any loads it (0: none). ``samplers``:
-    of this process by name, beside the installed ones. ``on_failure``: stop the run if a worker of this process has
-    failed for good, or continue with the others of its role.
+    ``limits``: those of ``QueueOptions``, by default ``max_staleness`` 1, ``capacity_rows`` 100,000,
+    ``capacity_bytes`` half of the free bytes of the segments' file system, ``keep_versions`` 2. ``staleness_policy``
+    may be a class of this process, which must be given again with a durable run. ``checkpoints``: rows of trained
+    steps are kept until ``run.checkpoint`` covers them, so that another trainer can continue (``run.resume``) and
+    each row is trained exactly once in the surviving lineage; all are kept before the first checkpoint. ``samplers``:
+    samplers of this process by name, beside the installed ones. ``on_failure``: stop the run if a worker of this
+    process has failed for good, or continue with the others of its role.
 
     ``durability``: acknowledged data survives the death of any process ("process"), or of the host, too ("host":
     writes wait for the disk). A journal is kept in ``directory``; a later ``serve`` of the same directory continues
-    the run with its earlier limits, and living clients wait for it; ``run.recovered`` describes it. ``checkpoints``:
-    keep the rows of trained steps until ``run.checkpoint`` covers them, so that another trainer can continue
-    (``run.resume``) and each row is trained exactly once in the surviving lineage; all are kept before the first
-    checkpoint. ``history``: keep the whole journal after the end, for ``replay``.
+    the run with its earlier limits, and living clients wait for it; ``run.recovered`` describes it. ``history``: keep
+    the whole journal after the end, for ``replay``.
 
     ``store``: where columns stay: "local", "hosts", another installed kind, or a ``Store`` with options. A resumed
     run needs the same store. ``on_step`` with another store than "local" needs ``checkpoints``: rows stay until they
@@ -105,8 +96,9 @@ def serve(
     classes, either with options (("mine", {"project": "x"})), or ``Tracker`` objects; they need a directory.
     ``description``: the run's configuration for them, in JSON types.
 
-    Raises ConfigError, also for a directory served by another process, or with the record of an ended run.
-    """
+    Raises ConfigError, also for a directory served by another process, or with the record of an ended run."""
+    if unknown := limits.keys() - QueueOptions.__annotations__.keys():
+        raise TypeError(f"serve() has no parameter {min(unknown)!r}")
     Placement(on_failure=on_failure)
     path = Path(directory) if directory is not None else None
     if path is not None:
@@ -117,11 +109,9 @@ def serve(
         raise ConfigError(f'durability is "process" or "host", not {durability!r}')
     if durability is not None and path is None:
         raise ConfigError(f'a run of durability "{durability}" needs a directory for its journal')
-    journal = path / JOURNAL if path is not None and (durability or (path / JOURNAL).is_dir()) else None
     if advertise is not None and not (address or "").startswith("tcp:"):
         raise ConfigError("advertise= is for a tcp address, which other hosts can reach")
-    keys = _keys(path, address, key, insecure)
-    files = _key_files(path, key)
+    keys, files = _keys(path, address, key, insecure), _key_files(path, key)
     tracking = Trackers(make_trackers(track))
     if tracking and path is None:
         raise ConfigError(
@@ -130,50 +120,55 @@ def serve(
     receiving = [*([tracking] if tracking else []), *sinks]
     recording = [sink for sink in receiving if sink.records_steps]
     store = Store.of(store)
-    if store.kind != LOCAL and (on_step is not None or recording) and not checkpoints:
+    if store.kind != LOCAL and (on_step is not None or recording) and not limits.get("checkpoints"):
         raise ConfigError(
             f"on_step reads rows after they were trained, and with store={store.kind!r} they may be gone from their host then:"
             " set checkpoints=True"
         )
-
-    policy, own = find_policy(staleness_policy)
-    listeners = (
-        [*(sink.event for sink in receiving), on_event],
-        [*(sink.step for sink in recording), on_step],
-        [*(sink.settle for sink in recording), on_final],
+    policy, own = find_policy(limits.get("staleness_policy") or "wait")
+    listeners = Listeners(
+        call_all([*(sink.event for sink in receiving), on_event]),
+        call_all([*(sink.step for sink in recording), on_step]),
+        call_all([*(sink.settle for sink in recording), on_final]),
     )
+    journal = path / JOURNAL if path is not None and (durability or (path / JOURNAL).is_dir()) else None
     server = QueueServer(
-        [address] if address else [], Listeners(*(call_all(each) for each in listeners)),
+        [address] if address else [],
+        listeners,
         None if journal is None else JournalDirectory(journal.absolute(), durability, history),
-        keys=keys, save_keys=(lambda new: save_keys(*files, new)) if files else (lambda new: None), insecure=insecure,
-        max_call_bytes=max_call_bytes, samplers=samplers, policies=own, store=store,
-    )  # fmt: skip
+        keys=keys,
+        save_keys=(lambda new: save_keys(*files, new)) if files else (lambda new: None),
+        insecure=insecure,
+        max_call_bytes=max_call_bytes,
+        samplers=samplers,
+        policies=own,
+        store=store,
+    )
     try:
         far = None
         if address is not None and address.startswith("tcp:"):
             far = Endpoint(advertised(server.addresses[-1], advertise), insecure)
         run = Run(Connection(server.here, name), server, path, on_failure, trackers=tracking, far=far)
-        if capacity_bytes is None:
-            room = os.statvfs(server.rows)
-            capacity_bytes = max(room.f_bavail * room.f_frsize // 2, 1)
+        room = os.statvfs(server.rows)
+        chosen: dict[str, Any] = {
+            "max_staleness": MAX_STALENESS,
+            "capacity_rows": CAPACITY_ROWS,
+            "capacity_bytes": max(room.f_bavail * room.f_frsize // 2, 1),
+            "keep_versions": KEEP_VERSIONS,
+            "home_silence_s": None if store.kind == LOCAL else store.silence_s,
+            **{name: value for name, value in limits.items() if value is not None},
+            "staleness_policy": policy,
+        }
         if server.recovered is None:
-            run.queue.configure(
-                max_staleness=max_staleness, capacity_rows=capacity_rows, capacity_bytes=capacity_bytes, steps=steps,
-                keep_versions=keep_versions, max_swapping=max_swapping, quorum=quorum,
-                staleness_policy=policy, checkpoints=checkpoints or None,
-                home_silence_s=None if store.kind == LOCAL else store.silence_s,
-            )  # fmt: skip
+            run.queue.configure(**chosen)
         if path is not None:
             try:
                 write_addresses(path, server.addresses)
             except OSError as error:
                 raise MemoryFull(f"no address file can be written in {path}: {error}. Free space there") from None
-            limits = {"steps": steps, "max_staleness": max_staleness}
-            about = TrackedRun(
-                directory=path,
-                description=limits if description is None else description,
-                resumed=server.recovered is not None,
-            )
+            shown = {"steps": chosen.get("steps"), "max_staleness": chosen["max_staleness"]}
+            told = shown if description is None else description
+            about = TrackedRun(directory=path, description=told, resumed=server.recovered is not None)
             tracking.start(about, run.report, call_all(sink.settle for sink in recording))
     except BaseException:
         server.close()
@@ -200,8 +195,7 @@ def connect(
     here; None: a temporary one, removed on close unless a worker failed.
 
     Raises ConfigError, AccessDenied, ServerLost, ProtocolError; at once for the directory of an ended run, or of one
-    without durability whose server ended.
-    """
+    without durability whose server ended."""
     until = time.monotonic() + timeout_s
     where, known = find_run(address, key, insecure, timeout_s)
     connection = Connection(
@@ -214,8 +208,8 @@ def connect(
 def find_run(
     where: str | os.PathLike[str], key: str | os.PathLike[str] | None, insecure: bool, timeout_s: float
 ) -> tuple[str, str | os.PathLike[str] | None]:
-    """Return the address of a run, given it or the run's directory, and its key file. Raises the
-    errors of ``connect``."""
+    """Return the address of a run, given it or the run's directory, and its key file. Raises the errors of
+    ``connect``."""
     text = os.fspath(where)
     if "://" in text:
         return text, key

@@ -5,6 +5,8 @@ with whole_folder(path) as part:                                  # written besi
     engine.export(part)
 with fetch_version(queue, 20).fetch() as update:
     write_model_folder(update, "models/base", Path("runs/first/best"))
+folder = model_folder("Qwen/Qwen3-0.6B")                          # .../models--Qwen--Qwen3-0.6B/snapshots/c1899de...
+snapshot_of(folder)                                               # ("Qwen/Qwen3-0.6B", "c1899de...")
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import ConfigError, PluginError
 from ..interfaces import TensorType, WeightUpdate
 from ..interfaces.weights import FilePlace
 from ..memory import make_private_directory
@@ -39,17 +41,32 @@ _TIED = ("gemma", "cohere")
 """Beginnings of model types that tie their embeddings unless the configuration says otherwise."""
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embeddings|embed_in)\.weight$")
 _TRAINED = ("bfloat16", "float16", "float32", "float64")
+_OTHER_FORMATS = [
+    "*.tflite",
+    "*.task",
+    "*.litertlm",
+    "*.nemo",
+    "*.zip",
+    "*.tar*",
+    "*.npz",
+    "*.llamafile",
+    "*.mlpackage/*",
+]
+_COPIES = ["consolidated*.safetensors", "adapter_model*.safetensors", "*/*.safetensors", "model.*.safetensors"]
+_IGNORED = [*PICKLED, *_COPIES, *_OTHER_FORMATS]
+"""Files of a repository of the hub that are no part of its model: weights in other formats, adapters, copies."""
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})/?$")
 OWN_CODE = "the folder has Python of its own for it: trust_remote_code=True of Train or Rollout runs that"
 
 
 class ModelFolder:
-    """Weights of a Hugging Face folder, of its index or of ``model.safetensors``: other files of weights in it
-    are copies in another format, or adapters.
+    """Weights of a Hugging Face folder, of its index or of ``model.safetensors``: other files of weights in it are
+    copies in another format, or adapters.
 
-    ``tensors``: dtype and shape by name; ``places``: their files. ``redundant``: names of an ``lm_head`` tied
-    to the embedding and equal to it to the bit; the folder could do without. Raises ConfigError without such
-    weights, and for an unequal ``lm_head`` in a tied configuration.
-    """
+    ``tensors``: dtype and shape by name; ``places``: their files. ``redundant``: names of an ``lm_head`` tied to the
+    embedding and equal to it to the bit; the folder could do without. Raises ConfigError without such weights, and
+    for an unequal ``lm_head`` in a tied configuration."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder, path = str(folder), Path(folder)
@@ -244,8 +261,8 @@ def _holds_weights(file: Path) -> bool:
 
 @dataclass(frozen=True)
 class StepFolders:
-    """The model folders of a trainer: ``step-000020`` after every ``every`` steps. The newest ``limit``
-    stay; None: all."""
+    """The model folders of a trainer: ``step-000020`` after every ``every`` steps. The newest ``limit`` stay; None:
+    all."""
 
     directory: Path
     every: int
@@ -273,8 +290,8 @@ def steps_in(directory: Path) -> list[int]:
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Give a new folder, renamed to ``path`` after the block, in the place of an earlier one; removed
-    after an error."""
+    """Give a new folder, renamed to ``path`` after the block, in the place of an earlier one; removed after an
+    error."""
     part = path.with_name(f".{path.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     make_private_directory(part.parent)
@@ -292,8 +309,8 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def write_model_folder(update: WeightUpdate, model: str, path: Path) -> None:
-    """Write a version bit for bit, with the other files of the folder ``model``: configuration,
-    tokenizer, generation configuration, and with its untrained weights. Raises OSError, ConfigError."""
+    """Write a version bit for bit, with the other files of the folder ``model``: configuration, tokenizer, generation
+    configuration, and with its untrained weights. Raises OSError, ConfigError."""
     base = ModelFolder(model) if update.untrained else None
     untrained = {} if base is None else {name: base.tensors[name] for name in update.untrained}
     tensors = {**update.tensors, **untrained}
@@ -310,3 +327,64 @@ def write_model_folder(update: WeightUpdate, model: str, path: Path) -> None:
             for name, array in itertools.chain(update.arrays(), kept):
                 weights.seek(layout.offsets[name])
                 weights.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+# ---- models by their names on the Hugging Face Hub: downloaded into its cache, by huggingface_hub
+
+
+def model_folder(model: str | Path, revision: str | None = None) -> str:
+    """Return the folder of a model: the given one, or the download of a name "owner/name" at ``revision`` (a branch,
+    tag or commit; default: main). A folder of the cache that another host downloaded is downloaded at the same
+    commit. The token is of HF_TOKEN or ``hf auth login``. Raises ConfigError with the remedy, PluginError without
+    huggingface_hub."""
+    path = str(model)
+    known = snapshot_of(path)
+    if Path(path).exists() or not (known or is_hub_name(path)):
+        if revision is not None:
+            raise ConfigError(f"model_revision={revision!r} is of a model of the hub, and {path!r} is a folder")
+        return path
+    name, commit = known or (path, revision)
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise PluginError(
+            f"there is no folder {path} here, and a model {name!r} of the hub is downloaded by huggingface_hub;"
+            " install it with: pip install 'asyncflow-sdk[hub]'"
+        ) from None
+    try:
+        found: str = huggingface_hub.snapshot_download(name, revision=commit, ignore_patterns=_IGNORED)
+    except Exception as error:  # its errors are those of several libraries
+        raise ConfigError(_reason(huggingface_hub, path, name, commit, error)) from None
+    return found
+
+
+def is_hub_name(model: str) -> bool:
+    """True for a path that may be a name of the hub."""
+    return _NAME.fullmatch(model) is not None
+
+
+def snapshot_of(folder: str) -> tuple[str, str] | None:
+    """Return name and commit of a model in the cache; None for another folder."""
+    found = _SNAPSHOT.search(folder)
+    return None if found is None else (f"{found[1]}/{found[2]}", found[3])
+
+
+def _reason(hub: Any, path: str, name: str, revision: str | None, error: Exception) -> str:
+    """Return what an error of huggingface_hub means, and what to do."""
+    at, errors = hub.constants.ENDPOINT, hub.errors
+    neither = f"there is no folder {path} here, and no model of that name"
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"model {name!r} is gated: accept its terms at {at}/{name}, and log in with `hf auth login` or HF_TOKEN"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"{neither} on the hub: {at} has none for this token; a private one needs `hf auth login` or HF_TOKEN"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"model {name!r} has no revision {revision!r} at {at}"
+    if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
+        why = "HF_HUB_OFFLINE is set" if hub.constants.HF_HUB_OFFLINE else f"{at} cannot be reached"
+        return (
+            f"{neither} in the cache of the hub ({hub.constants.HF_HUB_CACHE}), and {why}: give the path of a"
+            f" folder, or run `hf download {name}` where there is a network, and copy the cache"
+        )
+    return f"{neither} could be downloaded from {at}: {type(error).__name__}: {error}"

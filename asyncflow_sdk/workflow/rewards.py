@@ -79,8 +79,7 @@ class Rewards(Serializable):
 
 
 def work_path(work: Any) -> str | None:
-    """Return the import path of a stage's function or functions; None if another process cannot make
-    them."""
+    """Return the import path of a stage's function or functions; None if another process cannot make them."""
     if isinstance(work, Rewards):
         paths = [work_path(function) for function in work.functions]
         return None if None in paths else ", ".join(map(str, paths))
@@ -124,19 +123,17 @@ def reward_means(parts: Sequence[RewardSums]) -> dict[str, float]:
 
 
 class HttpReward(Serializable):
-    """A reward function behind HTTP. Each call posts {"column": [one value a row], ...} of the columns
-    ``needs`` as JSON to ``url``, and is answered by a list with a number for each row, null for a row
-    without a reward, or by {"rewards": [...]}. Needs aiohttp.
+    """A reward function behind HTTP. Each call posts {"column": [one value a row], ...} of the columns ``needs`` as
+    JSON to ``url``, and is answered by a list with a number for each row, null for a row without a reward, or by
+    {"rewards": [...]}. Needs aiohttp.
 
-    Connection errors, incomplete answers, time-outs and the statuses 408, 425, 429 and 5xx are retried,
-    with growing pauses and one warning, until ``deadline_s``: a service without an answer to any call
-    then ends the run; if it has answered others meanwhile, these rows fail. ``timeout_s``: limit of one
-    attempt with its whole answer. ``token_env``: the variable with a bearer token. ``name``: name of its
-    column among several rewards. ``proxy``: URL of an HTTP proxy; default: the environment's for an
-    address of the internet, none for a private one. Redirects are not followed. ``concurrency`` of a
-    Stage limits the calls at a time. Calling it raises ConfigError for another answer or status, and
-    after the deadline.
-    """
+    Connection errors, incomplete answers, time-outs and the statuses 408, 425, 429 and 5xx are retried, with growing
+    pauses and one warning, until ``deadline_s``: a service without an answer to any call then ends the run; if it has
+    answered others meanwhile, these rows fail. ``timeout_s``: limit of one attempt with its whole answer.
+    ``token_env``: the variable with a bearer token. ``name``: name of its column among several rewards. ``proxy``:
+    URL of an HTTP proxy; default: the environment's for an address of the internet, none for a private one. Redirects
+    are not followed. ``concurrency`` of a Stage limits the calls at a time. Calling it raises ConfigError for another
+    answer or status, and after the deadline."""
 
     def __init__(
         self, url: str, *, needs: Sequence[str] = ("response",), name: str = "http", timeout_s: float = 60.0,

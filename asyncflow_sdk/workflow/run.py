@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 from ..errors import AsyncFlowError, ConfigError, DeadlineExceeded
 from ..interfaces import (
@@ -39,21 +39,42 @@ from ..types import events as ev
 from ..types.defaults import FEED_GROUPS, FETCH_S, KEEP_CHECKPOINTS, LEAVE_S, NEXT_S, STEP_LEASE_S, WAIT_S
 from ..weights import Restoration, TransportPublisher, TransportSubscriber, get_restoration
 from ..weights.publisher import version_number
-from .address import remove_addresses
 from .checkpoint import Checkpoints, ResumePoint
-from .consumer import CheckingConsumer
 from .data import Feeder, Prompts, Selection, prompt_source
 from .events.event_sinks import EventSink
 from .events.failure_limit import FailureLimit
 from .events.waits import LOOK_S, StallTimer, is_complete, waits_text
+from .run_directory import remove_addresses
 from .specs import Rollout, Stage, Train, declare_task
 from .workers.logs import LogFolder
 from .workers.ranks import RankId
 from .workers.supervisor import Worker
 from .workers.worker_pool import Endpoint, WorkerPool
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 PING_S = 5.0
 """Limit of the wait for the answer of a storage unit (seconds)."""
+
+
+class ConsumerOptions(TypedDict, total=False):
+    """Keywords of ``Run.consumer``. ``batch_size``: declare the task, with ``needs`` (default: TRAIN_COLUMNS),
+    ``lease_s`` (a day) and ``sampler``: each batch is one whole step of that many rows and starts from the version
+    that the staleness rule counts from. ``timeout_s``: limit of the wait for a batch or a part, an hour by default.
+    ``count``: rows of a batch of a task without steps. ``rank`` of ``world_size``, ``group``, ``shards``: lease this
+    rank's shard of each batch; see ``get`` of the queue."""
+
+    batch_size: int | None
+    needs: tuple[str, ...]
+    lease_s: float
+    sampler: str | tuple[str, Mapping[str, Any]] | None
+    timeout_s: float
+    count: int
+    group: str
+    rank: int
+    world_size: int
+    shards: int
 
 
 class Run(WeightSync):
@@ -111,12 +132,11 @@ class Run(WeightSync):
         return Endpoint(wire.address, wire.insecure)
 
     def start(self, spec: Rollout | Stage | Train, *, rank: RankId | None = None, **settings: Any) -> list[Worker]:
-        """Declare the task of ``spec`` (except a trainer's) and start its workers. ``settings``: the
-        fields of ``WorkerSettings``. ``rank``: start only this rank of a trainer or stage. Raises
-        ConfigError for an invalid task, before any worker starts.
+        """Declare the task of ``spec`` (except a trainer's) and start its workers. ``settings``: the fields of
+        ``WorkerSettings``. ``rank``: start only this rank of a trainer or stage. Raises ConfigError for an invalid
+        task, before any worker starts.
 
-        A worker failing for good sets ``failure``, and consumers of this run raise it.
-        """
+        A worker failing for good sets ``failure``, and consumers of this run raise it."""
         spec.find_model()
         if not isinstance(spec, Train):
             self.declare(spec)
@@ -134,13 +154,11 @@ class Run(WeightSync):
         return self._pool.workers
 
     def scale(self, which: Rollout | Stage | str, replicas: int, *, grace_s: float = LEAVE_S) -> list[Worker]:
-        """Change the number of workers of a spec started here, given it or its task's name. Returns
-        the workers.
+        """Change the number of workers of a spec started here, given it or its task's name. Returns the workers.
 
-        New ones start like the first. Of surplus ones the newest leave: each leases nothing more,
-        finishes its rows and ends; after ``grace_s`` seconds it is stopped, and its rows go to
-        others. Does not wait for their end. 0: none, until scaled up again. Raises ConfigError.
-        """
+        New ones start like the first. Of surplus ones the newest leave: each leases nothing more, finishes its rows
+        and ends; after ``grace_s`` seconds it is stopped, and its rows go to others. Does not wait for their end. 0:
+        none, until scaled up again. Raises ConfigError."""
         return self._pool.scale(which, replicas, grace_s)
 
     def homes(self) -> Sequence[StorageHome]:
@@ -148,119 +166,87 @@ class Run(WeightSync):
         return self._connection.homes().homes()
 
     def ping_home(self, home: StorageHome, timeout_s: float = PING_S) -> float:
-        """Reach the storage unit of a home from this host. Return the seconds it took. Raises
-        StoreUnavailable, AccessDenied."""
+        """Reach the storage unit of a home from this host. Return the seconds it took. Raises StoreUnavailable,
+        AccessDenied."""
         return self._connection.ping_home(home, timeout_s)
 
     def evict_home(self, home: StorageHome, reason: str = "its host is gone") -> None:
-        """Give up a host at once, with its payload: rows that need it fail, and feeders put them again. The
-        next storage unit there begins anew. Raises ConfigError if it is lost already."""
+        """Give up a host at once, with its payload: rows that need it fail, and feeders put them again. The next
+        storage unit there begins anew. Raises ConfigError if it is lost already."""
         self.queue.send(cmd.EvictHome(home=home.home, epoch=home.epoch, reason=reason))
 
     def evict(self, *sessions: int, reason: str = "its host is gone") -> None:
-        """End sessions, as of clients on a lost host, whose death the server cannot see. Their leases
-        return at once, and their roles as publisher or replica become free. ``sessions``: their numbers
-        in ``queue.status()`` and `asyncflow top --json`; name all of a client, which could get a new key by
-        another. If the client lives after all, its next request is refused. With keys, its own key is
-        revoked at the run's server, and within seconds at storage units and weight services; the key for new
-        clients is replaced as by ``rotate_key``. Raises ConfigError for an unknown session and this
-        connection's own, with no effect; and if the new key could not be saved."""
+        """End sessions, as of clients on a lost host, whose death the server cannot see. Their leases return at once,
+        and their roles as publisher or replica become free. ``sessions``: their numbers in ``queue.status()`` and
+        `asyncflow top --json`; name all of a client, which could get a new key by another. If the client lives after
+        all, its next request is refused. With keys, its own key is revoked at the run's server, and within seconds at
+        storage units and weight services; the key for new clients is replaced as by ``rotate_key``. Raises
+        ConfigError for an unknown session and this connection's own, with no effect; and if the new key could not be
+        saved."""
         if self.session in sessions:
             raise ConfigError(f"session {self.session} is this connection's own: close it instead")
         self._connection.rotate_key(sessions, reason or "evicted")
 
     def rotate_key(self) -> None:
-        """Replace the key in ``run.key``. Connected clients go on; new ones on other hosts need a copy of
-        the new file. Raises ConfigError for a run without keys, and if the new key could not be saved."""
+        """Replace the key in ``run.key``. Connected clients go on; new ones on other hosts need a copy of the new
+        file. Raises ConfigError for a run without keys, and if the new key could not be saved."""
         self._connection.rotate_key()
 
     @overload
     def consumer(
-        self,
-        task: str = "train",
-        *,
-        batch_size: int | None = None,
-        part_rows: None = None,
-        count: int = 1,
-        needs: tuple[str, ...] = TRAIN_COLUMNS,
-        timeout_s: float = NEXT_S,
-        lease_s: float = STEP_LEASE_S,
-        sampler: str | tuple[str, Mapping[str, Any]] | None = None,
-        group: str = "",
-        rank: int = 0,
-        world_size: int = 1,
-        shards: int = 0,
+        self, task: str = "train", *, part_rows: None = None, **options: Unpack[ConsumerOptions]
     ) -> Consumer: ...
 
     @overload
     def consumer(
-        self,
-        task: str = "train",
-        *,
-        part_rows: int,
-        batch_size: int | None = None,
-        needs: tuple[str, ...] = TRAIN_COLUMNS,
-        timeout_s: float = NEXT_S,
-        lease_s: float = STEP_LEASE_S,
-        sampler: str | tuple[str, Mapping[str, Any]] | None = None,
-        group: str = "",
-        rank: int = 0,
-        world_size: int = 1,
+        self, task: str = "train", *, part_rows: int, **options: Unpack[ConsumerOptions]
     ) -> StepConsumer: ...
 
     def consumer(
-        self,
-        task: str = "train",
-        *,
-        batch_size: int | None = None,
-        part_rows: int | None = None,
-        count: int = 1,
-        needs: tuple[str, ...] = TRAIN_COLUMNS,
-        timeout_s: float = NEXT_S,
-        lease_s: float = STEP_LEASE_S,
-        sampler: str | tuple[str, Mapping[str, Any]] | None = None,
-        group: str = "",
-        rank: int = 0,
-        world_size: int = 1,
-        shards: int = 0,
+        self, task: str = "train", *, part_rows: int | None = None, **options: Unpack[ConsumerOptions]
     ) -> Consumer | StepConsumer:
-        """Iterate over the batches of a task. ``batch_size``: declare the task, with ``sampler``: each
-        batch is one whole step of that many rows and starts from the version that the staleness rule
-        counts from. ``part_rows``: iterate over its steps instead, each in parts of at least so many
-        rows while the rest of it is still being generated; see ``steps`` of the queue.
-        ``timeout_s``: limit of the wait for a batch, or for a part; ``lease_s``: of the work on it.
-        ``rank`` of ``world_size``: lease this rank's shard of each batch; see ``get`` of the queue."""
-        if batch_size is not None:
-            self.queue.declare(task, needs=needs, batch_rows=batch_size, lease_s=lease_s, sampler=sampler)
+        """Iterate over the batches of a task. ``part_rows``: iterate over its steps instead, each in parts of at
+        least so many rows while the rest of it is still being generated; see ``steps`` of the queue. ``options``:
+        those of ``ConsumerOptions``. A failure of a worker started here is raised while it waits."""
+        leased: dict[str, Any] = {"timeout_s": NEXT_S, "group": task, "check": self.check, **options}
+        usual: dict[str, Any] = {"lease_s": STEP_LEASE_S, "needs": TRAIN_COLUMNS, "sampler": None}
+        declared = {name: leased.pop(name, default) for name, default in usual.items()}
+        if (batch_size := leased.pop("batch_size", None)) is not None:
+            self.queue.declare(task, batch_rows=batch_size, **declared)
         consumer: Consumer | StepConsumer
         if part_rows is not None:
-            consumer = self.queue.steps(
-                task, part_rows=part_rows, timeout_s=timeout_s, group=group or task, rank=rank, world_size=world_size,
-                check=self.check,
-            )  # fmt: skip
+            consumer = self.queue.steps(task, part_rows=part_rows, **leased)
         else:
-            consumer = CheckingConsumer(
-                self.queue, task, count, timeout_s, self.check, often=not self._ends_by_failure, group=group or task,
-                rank=rank, world_size=world_size, shards=shards,
-            )  # fmt: skip
+            consumer = self.queue.stream(task, **leased)
         self._consumers.add(consumer)
         return consumer
 
     def feed(
-        self, prompts: Prompts, *, group_size: int, column: str = "prompt", epochs: int | None = None,
-        chunk: int = FEED_GROUPS, seed: int = 0, key: str = "prompts",
-    ) -> Feeder:  # fmt: skip
-        """Put prompts in the background while the steps of training lack rows: epoch after epoch,
-        shuffled by ``seed``, at most ``chunk`` groups at a time. Filtered, failed and cancelled groups
-        are replaced by the next prompts, lost ones put again. After ``epochs`` (None: never) the stream
-        ends. ``key``: prefix of the keys of its puts, unique in the run. Raises ConfigError for data
-        without ``column``, and for a key used twice."""
+        self,
+        prompts: Prompts,
+        *,
+        group_size: int,
+        column: str = "prompt",
+        epochs: int | None = None,
+        chunk: int = FEED_GROUPS,
+        seed: int = 0,
+        key: str = "prompts",
+    ) -> Feeder:
+        """Put prompts in the background while the steps of training lack rows: epoch after epoch, shuffled by
+        ``seed``, at most ``chunk`` groups at a time. Filtered, failed and cancelled groups are replaced by the next
+        prompts, lost ones put again. After ``epochs`` (None: never) the stream ends. ``key``: prefix of the keys of
+        its puts, unique in the run. Raises ConfigError for data without ``column``, and for a key used twice."""
         if key in self._feeds:
             raise ConfigError(f"a feeder with key {key!r} was started already; give this one a key of its own")
-        feeder = Feeder(
-            self.queue, prompt_source(prompts, Selection(column)), group_size=group_size, chunk=chunk, seed=seed,
-            on_failure=self.fail, epochs=epochs, key=key,
-        )  # fmt: skip
+        source, on_failure = prompt_source(prompts, Selection(prompt=column)), self.fail
+        options: dict[str, Any] = {
+            "group_size": group_size,
+            "chunk": chunk,
+            "seed": seed,
+            "epochs": epochs,
+            "key": key,
+        }
+        feeder = Feeder(self.queue, source, on_failure=on_failure, **options)
         self._feeds.add(key)
         feeder.start()
         return feeder
@@ -285,38 +271,35 @@ class Run(WeightSync):
         return updates
 
     def rollback(self, version: int, reason: str = "") -> RollbackResult:
-        """Make the weights of a kept version current again, under a new number. Rows generated by the
-        discarded versions expire. ``reason``: for the log.
+        """Make the weights of a kept version current again, under a new number. Rows generated by the discarded
+        versions expire. ``reason``: for the log.
 
-        A trainer of a ``Workflow`` or of ``start`` loads these weights before its next step; the
-        result names the source of its optimizer's state. Your own loop must load them and call
-        ``restored`` before it publishes. Raises ConfigError for a version that is not kept, with a
-        list of the kept ones, and if the trainer's engine has no ``load_weights``."""
+        A trainer of a ``Workflow`` or of ``start`` loads these weights before its next step; the result names the
+        source of its optimizer's state. Your own loop must load them and call ``restored`` before it publishes.
+        Raises ConfigError for a version that is not kept, with a list of the kept ones, and if the trainer's engine
+        has no ``load_weights``."""
         reply = self.queue.send(cmd.Rollback(version=version_number(version), reason=reason))
         return RollbackResult(reply.version, reply.expired, reply.checkpoint)
 
     def restoration(self) -> Restoration | None:
-        """Return the version that your own training loop must load after a rollback; None without
-        one. Load it by ``with restoration.fetch() as update`` or from the checkpoint it names, then
-        call ``restored``."""
+        """Return the version that your own training loop must load after a rollback; None without one. Load it by
+        ``with restoration.fetch() as update`` or from the checkpoint it names, then call ``restored``."""
         return get_restoration(self.queue)
 
     def restored(self, version: int, optimizer: str = "") -> None:
-        """Confirm that your own training loop has loaded ``version`` after a rollback, so that it may
-        publish again. One of several ranks calls it after all have loaded. ``optimizer``: source of
-        its state, for the log. Raises ConfigError if another version is current, as after a second
-        rollback."""
+        """Confirm that your own training loop has loaded ``version`` after a rollback, so that it may publish again.
+        One of several ranks calls it after all have loaded. ``optimizer``: source of its state, for the log. Raises
+        ConfigError if another version is current, as after a second rollback."""
         self.queue.send(cmd.ReportRestored(version=version_number(version), optimizer=optimizer))
 
     def checkpoint(
         self, save: Callable[[Path], None], *, keep: int = KEEP_CHECKPOINTS, directory: str | Path | None = None
     ) -> Path:
-        """Save the training engine's state by ``save(path)`` in a new folder, so that ``resume`` can
-        continue after the last acknowledged step. Blocks until all of it is on the disk. The newest
-        ``keep`` are kept; rows of steps before the oldest of them end now. ``directory``: of all
-        checkpoints; default: "checkpoints" in the run's. Raises ConfigError, also if a consumer of
-        this run has not acknowledged its step, MemoryFull if the disk is full, and the errors of
-        ``save``; earlier checkpoints then stay valid."""
+        """Save the training engine's state by ``save(path)`` in a new folder, so that ``resume`` can continue after
+        the last acknowledged step. Blocks until all of it is on the disk. The newest ``keep`` are kept; rows of steps
+        before the oldest of them end now. ``directory``: of all checkpoints; default: "checkpoints" in the run's.
+        Raises ConfigError, also if a consumer of this run has not acknowledged its step, MemoryFull if the disk is
+        full, and the errors of ``save``; earlier checkpoints then stay valid."""
         for consumer in self._consumers:
             step = consumer.current
             held = step is not None and (step.held if isinstance(step, LeasedStep) else step.left > 0)
@@ -329,8 +312,8 @@ class Run(WeightSync):
 
     def resume(self, *, directory: str | Path | None = None) -> ResumePoint:
         """Resume from the newest checkpoint, before the first step: load ``point.path``, publish as
-        ``point.version``, unless None. Every full step from ``point.step`` on is leased again. One of
-        several ranks calls it before any leases. Raises ConfigError if rows to train again are gone."""
+        ``point.version``, unless None. Every full step from ``point.step`` on is leased again. One of several ranks
+        calls it before any leases. Raises ConfigError if rows to train again are gone."""
         return self._checkpoints(directory, 1).resume()
 
     def _checkpoints(self, directory: str | Path | None, keep: int) -> Checkpoints:
@@ -351,9 +334,9 @@ class Run(WeightSync):
         stall: StallTimer | None = None,
         failures: FailureLimit | None = None,
     ) -> None:
-        """Wait until a worker has ended. Raises the failure of any worker at once, and DeadlineExceeded
-        with the worker and all waits of the run after ``timeout_s`` seconds (``math.inf``: never), or
-        if ``stall`` expires while a step is left to train; ConfigError if ``failures`` are too many."""
+        """Wait until a worker has ended. Raises the failure of any worker at once, and DeadlineExceeded with the
+        worker and all waits of the run after ``timeout_s`` seconds (``math.inf``: never), or if ``stall`` expires
+        while a step is left to train; ConfigError if ``failures`` are too many."""
         began = time.monotonic()
         while True:
             seen = self._changes.count
@@ -379,9 +362,8 @@ class Run(WeightSync):
             raise self.failure
 
     def close(self) -> None:
-        """Stop the workers started from here, and disconnect. Idempotent. The serving process also ends
-        the stream and cancels rows outside full steps, unless the run is durable: a later ``serve``
-        continues it."""
+        """Stop the workers started from here, and disconnect. Idempotent. The serving process also ends the stream
+        and cancels rows outside full steps, unless the run is durable: a later ``serve`` continues it."""
         self._close(end=not (self._server is not None and self._server.durability))
 
     def _close(self, *, end: bool) -> None:
@@ -405,8 +387,8 @@ class Run(WeightSync):
         self._pool.report(event)
 
     def finish(self) -> None:
-        """Stop the workers started from here. The serving process also ends the stream and cancels rows
-        outside full steps; other processes call ``queue.end(cancel=True)`` for that."""
+        """Stop the workers started from here. The serving process also ends the stream and cancels rows outside full
+        steps; other processes call ``queue.end(cancel=True)`` for that."""
         try:
             if self._server is not None:
                 self.queue.end(cancel=True)
@@ -414,14 +396,14 @@ class Run(WeightSync):
             self.stop_workers()
 
     def dismiss_workers(self, grace_s: float = LEAVE_S) -> None:
-        """Let the workers started from here leave: each finishes its rows, and is stopped after
-        ``grace_s`` seconds. Does not wait."""
+        """Let the workers started from here leave: each finishes its rows, and is stopped after ``grace_s`` seconds.
+        Does not wait."""
         for worker in self.workers:
             self._pool.dismiss(worker, grace_s)
 
     def stop_workers(self) -> None:
-        """Stop the workers started from here at once, in the middle of their work, and kill them after
-        some seconds."""
+        """Stop the workers started from here at once, in the middle of their work, and kill them after some
+        seconds."""
         self._pool.stop()
 
     def kill_workers(self) -> None:
@@ -429,8 +411,8 @@ class Run(WeightSync):
         self._pool.kill()
 
     def join_workers(self, timeout_s: float) -> None:
-        """Wait for workers to end by themselves, then stop the others, with a warning about all waits of
-        the run. If no row is left, dead workers are not restarted."""
+        """Wait for workers to end by themselves, then stop the others, with a warning about all waits of the run. If
+        no row is left, dead workers are not restarted."""
         until = time.monotonic() + timeout_s
         if not self.audit().live:
             for worker in self._pool.workers:

@@ -6,6 +6,7 @@ summary.json         the outcome
 lock                 held while the run is run
 checkpoints/         of the trainer
 journal/             of the queue
+address              one address a line, while the run is served
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import contextlib
 import dataclasses
 import fcntl
 import os
+import socket
 import sys
+import time
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import ConfigError
+from ..errors import ConfigError, ServerLost
 from ..interfaces import Placement
 from ..memory import make_private_directory, private_opener
 from ..plugins import import_name
@@ -30,13 +33,15 @@ from ..queue import is_unfinished
 from ..queue.journal_directory import JournalDirectory
 from ..types import Batch
 from ..types.defaults import GROUP_SIZE
-from .address import JOURNAL, check_unserved
+from ..wire import LOOPBACK, RETRY_S, own_address, probe
 from .checkpoint import newest
 from .events.event_file import EVENTS
 from .events.step_files import STEP_FILE, read_batch, write_batch
 from .model_folder import steps_in
 from .serialization import MAP, NAME, TYPE, Serializable, differences, from_json, to_json
 
+ADDRESSES = "address"
+JOURNAL = "journal"
 PLACES = (
     "address", "advertise", "max_failed", "on_failure", "stall_timeout_s", "timeout_s", "replicas", "world_size",
     *(each.name for each in dataclasses.fields(Placement)),
@@ -67,9 +72,22 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         listed = ", ".join(f"{name} {old!r} to {new!r}" for name, (old, new) in self.changes.items())
-        return f"from step {self.step} on, after {self.checkpoint}, {f'with other arguments: {listed}' if listed else ''}".rstrip(
-            ", "
-        )
+        where = f"from step {self.step} on, after {self.checkpoint}"
+        return f"{where}, with other arguments: {listed}" if listed else where
+
+
+class _Again(msgspec.Struct):
+    """The arguments to make a workflow again, and the import path of its modules."""
+
+    path: list[str]
+    workflow: dict[str, Any]
+
+
+class _WorkflowRecord(msgspec.Struct):
+    """What a resume reads of workflow.json."""
+
+    again: _Again | None = None
+    legs: list[Leg] = []
 
 
 class RunDirectory:
@@ -79,9 +97,9 @@ class RunDirectory:
         self.path = path
 
     def check_record(self, *, continues: bool, trained: bool = False) -> None:
-        """Raise ConfigError if a run here would overwrite the record of another one, or if a server of
-        this host serves the directory. Writes nothing. ``continues``: an unfinished durable run goes
-        on. ``trained``: a record without a trained step may be overwritten."""
+        """Raise ConfigError if a run here would overwrite the record of another one, or if a server of this host
+        serves the directory. Writes nothing. ``continues``: an unfinished durable run goes on. ``trained``: a record
+        without a trained step may be overwritten."""
         if is_unfinished(self.path / JOURNAL):  # a live server holds its lock
             if not continues:
                 verb = "resume" if (self.path / "workflow.json").exists() else "serve"
@@ -106,16 +124,16 @@ class RunDirectory:
         if resumable is not None:
             arguments = arguments_of(resumable, data)
             description |= {"again": {"path": own_path(), "workflow": arguments}, "legs": legs}
-        _write_json(self.path / "workflow.json", description)
+        _write(self.path / "workflow.json", _json(description))
 
     def legs(self) -> list[Leg]:
         """Return the legs of the run after the first, in order."""
-        return msgspec.convert(self._described().get("legs", []), list[Leg])
+        return self._described().legs
 
     def changes_to(self, workflow: Serializable, data: bool) -> dict[str, list[Any]]:
         """Return the arguments of a workflow that differ from the recorded ones and need a new queue: old and new
         values by name. ``data``: True if its prompts are data. Raises ConfigError for the fixed ones."""
-        old = self._again()["workflow"]
+        old = self._again().workflow
         found = list(differences(old, arguments_of(workflow, data)))
         found = [each for each in found if not set(each[0].split(".")) & set(PLACES)]
         for name, before, after in found:
@@ -137,7 +155,7 @@ class RunDirectory:
         legs, (manifest, path) = self.legs(), newest(self.path / "checkpoints")
         if changes and steps <= manifest.step:
             raise ConfigError(f"steps={steps}: {manifest.step} steps are trained already; say steps= a larger number")
-        workflow = self._again()["workflow"]
+        workflow = self._again().workflow
         rollout = workflow["rollout"][0] if isinstance(workflow["rollout"], list) else workflow["rollout"]
         before = legs[-1].step if legs else 0
         prompts = (manifest.step - before) * workflow["batch_size"] // rollout.get("group_size", GROUP_SIZE)
@@ -148,40 +166,40 @@ class RunDirectory:
         prompts += legs[-1].prompts if legs else 0
         return Leg(step=manifest.step, prompts=prompts, checkpoint=path.name, changes=changes)
 
-    def _again(self) -> dict[str, Any]:
+    def _again(self) -> _Again:
         """Return the parts to make a workflow again."""
-        how = self._described().get("again")
+        how = self._described().again
         if how is None:
             raise ConfigError(f"{self.path} cannot be resumed: that run was started without checkpoint=")
-        if not isinstance(how, dict) or not isinstance(how.get("path"), list) or "workflow" not in how:
-            raise ConfigError(f"{self.path} holds no workflow: its workflow.json is not what was written")
         return how
 
-    def _described(self) -> dict[str, Any]:
+    def _described(self) -> _WorkflowRecord:
         try:
-            return msgspec.json.decode((self.path / "workflow.json").read_bytes(), type=dict[str, Any])
+            return msgspec.json.decode((self.path / "workflow.json").read_bytes(), type=_WorkflowRecord)
+        except msgspec.ValidationError:
+            text = f"{self.path} holds no workflow: its workflow.json is not what was written"
+            raise ConfigError(text) from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self.path} holds no run: {error}") from None
 
     def read_workflow(self, changes: Mapping[str, Any]) -> Any:
-        """Make the workflow of this directory again, with other values by dotted key. Raises
-        ConfigError."""
+        """Make the workflow of this directory again, with other values by dotted key. Raises ConfigError."""
         directory = self.path
         how = self._again()
-        sys.path += [entry for entry in how["path"] if entry not in sys.path]
+        sys.path += [entry for entry in how.path if entry not in sys.path]
         data: dict[str, Any] = {}
         try:
-            if "prompts" not in how["workflow"]:
+            if "prompts" not in how.workflow:
                 data["prompts"] = dict(read_batch(directory / "prompts.safetensors"))
-            if how["workflow"].get("evaluate") is not None:
+            if how.workflow.get("evaluate") is not None:
                 held_out = dict(read_batch(directory / "evaluation.safetensors"))
-                data["evaluate"] = from_json(how["workflow"].pop("evaluate"), prompts=held_out)
+                data["evaluate"] = from_json(how.workflow.pop("evaluate"), prompts=held_out)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"the prompts of {directory} cannot be read: {error}") from None
         for name, value in changes.items():
-            _change(how["workflow"], name, value)
+            _change(how.workflow, name, value)
         try:
-            return from_json(how["workflow"], **data)
+            return from_json(how.workflow, **data)
         except TypeError as error:  # arguments of another version of the SDK, or unknown ones of ``changes``
             raise ConfigError(f"{directory} holds a workflow that cannot be made again: {error}") from error
 
@@ -201,7 +219,7 @@ class RunDirectory:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json atomically. Raises OSError."""
-        _write_json(self.path / "summary.json", summary)
+        _write(self.path / "summary.json", _json(summary))
 
     def read_summary(self) -> dict[str, Any]:
         """Return the outcome; empty if the run did not end."""
@@ -296,13 +314,109 @@ def own_path() -> list[str]:
     return [entry for entry in entries if not entry.startswith(homes)]
 
 
-def _write_json(path: Path, data: Any) -> None:
-    """Write indented JSON atomically. Raises OSError."""
+def _write(path: Path, content: bytes) -> None:
+    """Write a file atomically, readable by its owner only. Raises OSError."""
     part = path.with_name(f".{path.name}-{os.getpid()}")
     try:
         with open(part, "wb", opener=private_opener) as file:
-            file.write(msgspec.json.format(msgspec.json.encode(data), indent=2))
+            file.write(content)
         part.replace(path)
-    except OSError:
+    except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def _json(data: Any) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(data), indent=2)
+
+
+# ---- the addresses at which a run is served
+
+
+def write_addresses(directory: Path, addresses: list[str]) -> None:
+    """Write the addresses of a run; an inproc address is left out. Raises OSError if the disk is full."""
+    if not _holds(directory, addresses):  # else left by a server of the same run that was killed
+        _write(directory / ADDRESSES, _text(addresses).encode())
+
+
+def remove_addresses(directory: Path, addresses: list[str]) -> None:
+    """Remove these addresses of a run. Addresses of another server stay."""
+    if _holds(directory, addresses):
+        (directory / ADDRESSES).unlink(missing_ok=True)
+
+
+def _holds(directory: Path, addresses: list[str]) -> bool:
+    with contextlib.suppress(OSError):
+        return (directory / ADDRESSES).read_text() == _text(addresses)
+    return False
+
+
+def _text(addresses: list[str]) -> str:
+    return "".join(f"{address}\n" for address in addresses if not address.startswith("inproc:"))
+
+
+def advertised(address: str, advertise: str | None = None) -> str:
+    """Return the tcp address at which other hosts reach a server: with ``advertise`` as its host, or with its own; of
+    a server on all interfaces, the one of the default route, or the host's name."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if advertise is None and host not in ("0.0.0.0", "[::]", "*"):
+        return address
+    own = advertise or own_address(address)
+    own = socket.gethostname() if own == LOOPBACK and advertise is None else own
+    return f"tcp://{f'[{own}]' if ':' in own.strip('[]') and '[' not in own else own}:{port}"
+
+
+def find_address(directory: Path, timeout_s: float) -> str:
+    """Return the address of a directory's run.
+
+    Waits up to ``timeout_s`` for the next server of an unfinished durable run. Raises ConfigError for a directory
+    without a served run, ServerLost if nobody listens any more."""
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            return _served_at(directory)
+        except (ConfigError, ServerLost) as error:
+            if not is_unfinished(directory / JOURNAL):
+                raise
+            if time.monotonic() >= until:
+                raise ServerLost(
+                    f"{error}. Its journal holds a durable run that is not over; nobody served {directory} again in"
+                    f" {timeout_s:.1f} s of waiting"
+                ) from None
+        time.sleep(RETRY_S)
+
+
+def check_unserved(directory: Path) -> None:
+    """Raise ConfigError if a server of this host answers at an address of the directory."""
+    try:
+        addresses = (directory / ADDRESSES).read_text().split()
+    except (OSError, ValueError):
+        return
+    for address in addresses:
+        with contextlib.suppress(ServerLost):
+            if address.startswith("ipc:"):  # a port may be another program's by now
+                probe(address)
+                raise ConfigError(f"{directory} is being served at {address}; connect to it, or end its server")
+
+
+def _served_at(directory: Path) -> str:
+    """Return the first address with a server. Raises ConfigError, ServerLost."""
+    try:
+        addresses = (directory / ADDRESSES).read_text().split()
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{directory} is not being served: it has no file {ADDRESSES!r}; has its run ended?"
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"{directory / ADDRESSES} cannot be read: {error.strerror}; is it another user's run?"
+        ) from None
+    lost: ServerLost | None = None
+    for address in addresses:  # one's own host's socket comes first
+        try:
+            probe(address)
+        except ServerLost as error:
+            lost = lost or error
+        else:
+            return address
+    raise lost or ConfigError(f"{directory / ADDRESSES} names no address")

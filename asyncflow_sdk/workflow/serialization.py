@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+import typing
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,12 +22,16 @@ from ..errors import ConfigError
 from ..plugins import import_name, import_path
 from ..types.validation import check_keywords, check_types
 
+_Arguments = ParamSpec("_Arguments")
+_Options = TypeVar("_Options")
+_Self = TypeVar("_Self")
+_Made = TypeVar("_Made", bound="Serializable")
 TYPE, NAME, MAP, FLOAT = "$type", "$name", "$map", "$float"
 
 
 class Serializable:
-    """Records the constructor's arguments in ``init_args``. Raises ConfigError for an argument of
-    another type than annotated."""
+    """Records the constructor's arguments in ``init_args``. Raises ConfigError for an argument of another type than
+    annotated."""
 
     init_args: dict[str, Any]
 
@@ -45,10 +50,33 @@ class Serializable:
         check_types(cls, {name: value for name, value in given.items() if name in self.init_args})
         return self
 
+    def changed(self: _Made, **arguments: Any) -> _Made:
+        """Return a copy with other constructor arguments."""
+        return type(self)(**{**self.init_args, **arguments})
+
+
+def keywords_of(
+    options: Callable[_Arguments, _Options],
+) -> Callable[[Callable[[_Self, _Options], None]], Callable[Concatenate[_Self, _Arguments], None]]:
+    """Return a decorator of ``__init__(self, options)``: callers give the fields of the dataclass ``options``, which
+    are its signature."""
+    hints = typing.get_type_hints(options)
+    fields = [each.replace(annotation=hints[name]) for name, each in inspect.signature(options).parameters.items()]
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+    def _decorate(init: Callable[[_Self, _Options], None]) -> Callable[Concatenate[_Self, _Arguments], None]:
+        def __init__(self: _Self, /, *args: _Arguments.args, **given: _Arguments.kwargs) -> None:
+            init(self, options(*args, **given))
+
+        __init__.__signature__ = inspect.Signature([this, *fields], return_annotation=None)  # type: ignore[attr-defined]
+        __init__.__annotations__ = {**hints, "return": None}
+        return __init__
+
+    return _decorate
+
 
 def to_json(thing: Any, where: str) -> Any:
-    """Convert a value to JSON types. Raises ConfigError with the path ``where`` of a value without
-    a JSON form."""
+    """Convert a value to JSON types. Raises ConfigError with the path ``where`` of a value without a JSON form."""
     if isinstance(thing, float) and not math.isfinite(thing):  # JSON has none
         return {FLOAT: str(thing)}
     if thing is None or isinstance(thing, (bool, int, float, str)):
@@ -75,8 +103,8 @@ def to_json(thing: Any, where: str) -> Any:
 
 
 def from_json(data: Any, **more: Any) -> Any:
-    """Make the value that ``to_json`` converted. ``more``: further arguments of the outermost
-    constructor. Raises ConfigError if an object cannot be imported, and the constructors' errors."""
+    """Make the value that ``to_json`` converted. ``more``: further arguments of the outermost constructor. Raises
+    ConfigError if an object cannot be imported, and the constructors' errors."""
     if isinstance(data, list):
         return [from_json(each) for each in data]
     if not isinstance(data, dict):

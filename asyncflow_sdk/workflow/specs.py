@@ -5,7 +5,6 @@ A worker's process makes the same object again from its constructor's arguments.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 import typing
@@ -67,8 +66,8 @@ _Spec = TypeVar("_Spec", bound=Serializable)
 
 
 def placed(**defaults: Any) -> Callable[[type[_Spec]], type[_Spec]]:
-    """Class decorator: add the fields of ``Placement`` to a constructor's keyword arguments.
-    ``defaults``: those other than Placement's. The constructor receives them among its ``**`` ones."""
+    """Class decorator: add the fields of ``Placement`` to a constructor's keyword arguments. ``defaults``: those
+    other than Placement's. The constructor receives them among its ``**`` ones."""
 
     def extend(made: type[_Spec]) -> type[_Spec]:
         constructor: Any = made.__init__
@@ -96,30 +95,28 @@ def _split_placement(given: dict[str, Any], **defaults: Any) -> tuple[Placement,
 
 @placed()
 class Rollout(EngineSpec):
-    """Generates responses with ``replicas`` workers of the rollout engine ``engine``; None: one, or one
-    on each of ``hosts``. 0: none from here, workers join by hand.
+    """Generates responses with ``replicas`` workers of the rollout engine ``engine``; None: one, or one on each of
+    ``hosts``. 0: none from here, workers join by hand.
 
-    ``model``: a Hugging Face model folder, or a model of the hub by its name, at ``model_revision``
-    (default: main); a workflow, or ``start`` of a run, downloads it into the cache, and ``model`` is
-    its folder then. ``prompt``: the column of prompts;
-    "prompt_ids" holds token ids, any other holds texts or chats. ``tokenizer``: a folder or
-    tokenizer.json; default: the model's. ``chat``: arguments of its chat template; a text is then a chat
-    of one message. ``keep_special``: True if the text of responses keeps special tokens, but the end.
-    ``lease_s``: seconds until others get the prompts of a frozen or disconnected worker; a worker
-    with progress renews its leases. ``swap``, ``verify``: as in ``Weights``; default: the
-    workflow's. ``options``: of the engine, and the fields of ``Placement``.
+    ``model``: a Hugging Face model folder, or a model of the hub by its name, at ``model_revision`` (default: main);
+    a workflow, or ``start`` of a run, downloads it into the cache, and ``model`` is its folder then. ``prompt``: the
+    column of prompts; "prompt_ids" holds token ids, any other holds texts or chats. ``tokenizer``: a folder or
+    tokenizer.json; default: the model's. ``chat``: arguments of its chat template; a text is then a chat of one
+    message. ``keep_special``: True if the text of responses keeps special tokens, but the end. ``lease_s``: seconds
+    until others get the prompts of a frozen or disconnected worker; a worker with progress renews its leases.
+    ``swap``, ``verify``: as in ``Weights``; default: the workflow's. ``options``: of the engine, and the fields of
+    ``Placement``.
 
-    Rollouts of different engines may share the task "rollout": a free one takes the next prompts. A
-    rollout of another ``task`` generates one more response to each prompt, into columns with its own
-    ``prefix`` (default: "second_" for task "second"); the staleness rule ignores them.
+    Rollouts of different engines may share the task "rollout": a free one takes the next prompts. A rollout of
+    another ``task`` generates one more response to each prompt, into columns with its own ``prefix`` (default:
+    "second_" for task "second"); the staleness rule ignores them.
 
-    ``partitions``: names of the partitions whose rows it takes; "" is training's, "*" any. A rollout
-    of other partitions, as for an evaluation, has no default prefix and no staleness rule.
+    ``partitions``: names of the partitions whose rows it takes; "" is training's, "*" any. A rollout of other
+    partitions, as for an evaluation, has no default prefix and no staleness rule.
 
     ``agent``: a coroutine function or a plain one, importable by the worker; each row is one conversation with the
-    model, see ``Turns``. ``needs``: columns passed to it; default: its parameters after the first.
-    ``gives``: columns it returns beside the response. ``agent_timeout_s``: limit of a conversation.
-    """
+    model, see ``Turns``. ``needs``: columns passed to it; default: its parameters after the first. ``gives``: columns
+    it returns beside the response. ``agent_timeout_s``: limit of a conversation."""
 
     kind: Literal["rollout"] = "rollout"
 
@@ -177,13 +174,9 @@ class Rollout(EngineSpec):
         """True if its columns are trained, so that the staleness rule admits its prompts."""
         return is_trained(self.prefix, self.partitions)
 
-    def changed(self, **arguments: Any) -> Rollout:
-        """Return a copy with other constructor arguments."""
-        return type(self)(**{**self.init_args, **arguments})
-
     def declare(self) -> TaskSpec:
-        """Return its task. With a tokenizer, text prompts are encoded and responses decoded. Raises
-        ConfigError for text prompts without a tokenizer."""
+        """Return its task. With a tokenizer, text prompts are encoded and responses decoded. Raises ConfigError for
+        text prompts without a tokenizer."""
         if self.prompt != "prompt_ids" and not self.tokenizer:
             if not self.model:
                 raise ConfigError(
@@ -227,8 +220,8 @@ def rollout_task(
     task: str, prompt: str, prefix: str, text: bool, agent: Agent | None = None, lease_s: float = PRODUCER_LEASE_S,
     partitions: tuple[str, ...] = TRAINED, chat: Chat | None = None, columns: tuple[str, ...] = (),
 ) -> TaskSpec:  # fmt: skip
-    """Return the task of a rollout with the columns it needs and gives. ``text``: responses are
-    decoded. ``columns``: further ones of the engine."""
+    """Return the task of a rollout with the columns it needs and gives. ``text``: responses are decoded. ``columns``:
+    further ones of the engine."""
     tools = (chat.tools,) if chat is not None and isinstance(chat.tools, str) else ()
     needs = (prompt, *tools, *((agent.needs or ()) if agent is not None else ()))
     gives = (
@@ -375,13 +368,13 @@ class Stage(Serializable):
         return not isinstance(self.work, (Logprobs, Generate)) and self.path is None
 
     def of_data(self, columns: Mapping[str, set[str]]) -> Stage:
-        """Return the stage for the data of each partition: a function with ``**columns`` needs all columns
-        of its partitions."""
+        """Return the stage for the data of each partition: a function with ``**columns`` needs all columns of its
+        partitions."""
         if not self.takes_all:
             return self
         taken = [columns.get(each, set()) for each in (columns if "*" in self.partitions else self.partitions)]
         more = set.intersection(*taken) - ({"groups"} if self.whole_groups else set())
-        return type(self)(**{**self.init_args, "needs": tuple(dict.fromkeys((*self.needs, *sorted(more))))})
+        return self.changed(needs=tuple(dict.fromkeys((*self.needs, *sorted(more)))))
 
     @property
     def masks(self) -> bool:
@@ -394,7 +387,7 @@ class Stage(Serializable):
             shared = {*self.partitions} & {*each.partitions} or "*" in (*self.partitions, *each.partitions)
             if each.sampling.sampling_mask and shared and self.needs[1:] == (f"{each.prefix}response_ids",):
                 kept = (each.prefix + name for name in SAMPLING_MASK)
-                return type(self)(**{**self.init_args, "needs": (*self.needs, *kept)})
+                return self.changed(needs=(*self.needs, *kept))
         return self
 
     def find_model(self) -> None:
@@ -403,10 +396,9 @@ class Stage(Serializable):
             self.work.find_model()
 
     def run(self, queue: QueueClient, limit: CallLimit | None = None) -> None:
-        """Declare the task and work in this thread until the stream ends. ``queue``: of a connection
-        without other users. With a ``world_size`` above 1, work as the rank in the environment. ``limit``: the
-        limit of its calls; None: there is none.
-        Raises ConfigError for an invalid task, and the errors of ``run_declared``."""
+        """Declare the task and work in this thread until the stream ends. ``queue``: of a connection without other
+        users. With a ``world_size`` above 1, work as the rank in the environment. ``limit``: the limit of its calls;
+        None: there is none. Raises ConfigError for an invalid task, and the errors of ``run_declared``."""
         ranks = None
         if self.world_size > 1:
             own = own_rank()
@@ -423,8 +415,8 @@ class Stage(Serializable):
     def run_declared(
         self, queue: QueueClient, ranks: RankCommunicator | None = None, limit: CallLimit | None = None
     ) -> None:
-        """Work in this thread until the stream ends; the task is declared. ``ranks``: work as one of
-        them. ``limit``: an argument of ``run``. Raises EngineError for a failed engine."""
+        """Work in this thread until the stream ends; the task is declared. ``ranks``: work as one of them. ``limit``:
+        an argument of ``run``. Raises EngineError for a failed engine."""
         run_stage(
             queue, self.work, task=self.task, needs=self.needs, gives=self.gives, batch=self.batch,
             concurrency=self.concurrency, groups=self.whole_groups, ranks=ranks, limit=limit,
@@ -444,27 +436,25 @@ class Stage(Serializable):
 class Train(EngineSpec):
     """Trains with the train engine ``engine``.
 
-    ``weights``: how versions are published; a workflow has its own. ``needs``: columns of its
-    batches beside TRAIN_COLUMNS and the algorithm's. ``options``: of the engine, and the fields of
-    ``Placement`` (``max_restarts``: 0).
+    ``weights``: how versions are published; a workflow has its own. ``needs``: columns of its batches beside
+    TRAIN_COLUMNS and the algorithm's. ``options``: of the engine, and the fields of ``Placement`` (``max_restarts``:
+    0).
 
-    ``world_size``: number of processes (ranks) that train together. Each gets whole groups of every
-    step with about as many tokens as the others, and connects to the others as under torchrun.
-    ``gpus``: one a rank, by LOCAL_RANK; ``cpus`` are divided among the ranks. If one rank dies, all
-    are ended and restarted together.
+    ``world_size``: number of processes (ranks) that train together. Each gets whole groups of every step with about
+    as many tokens as the others, and connects to the others as under torchrun. ``gpus``: one a rank, by LOCAL_RANK;
+    ``cpus`` are divided among the ranks. If one rank dies, all are ended and restarted together.
 
-    ``algorithm``: an installed name ("grpo"), "module:Class", a class, one of these with options
-    (("grpo", {"clip_high": 0.3})), or an Algorithm dataclass; default: GRPO. One known only to the
-    interpreter ``python`` is made there, and ``needs`` must name its columns.
+    ``algorithm``: an installed name ("grpo"), "module:Class", a class, one of these with options (("grpo",
+    {"clip_high": 0.3})), or an Algorithm dataclass; default: GRPO. One known only to the interpreter ``python`` is
+    made there, and ``needs`` must name its columns.
 
-    ``stream``: train each step in parts while the rest of it is still being generated, with the
-    gradient of the whole step. Needs an engine and an algorithm that can; ``print`` of a workflow
-    and ConfigError say why one cannot. ``part_rows``: least rows of a part, over all ranks; default:
-    in a workflow an eighth of a step, at least one group a rank; elsewhere one group.
+    ``stream``: train each step in parts while the rest of it is still being generated, with the gradient of the whole
+    step. Needs an engine and an algorithm that can; ``print`` of a workflow and ConfigError say why one cannot.
+    ``part_rows``: least rows of a part, over all ranks; default: in a workflow an eighth of a step, at least one
+    group a rank; elsewhere one group.
 
-    ``drift_limit``: the metric ``logprob_drift`` of a step drawn by the trainer's own weights above
-    which the run warns, once; default: 0.05, and 0.2 for weights less precise than float32.
-    """
+    ``drift_limit``: the metric ``logprob_drift`` of a step drawn by the trainer's own weights above which the run
+    warns, once; default: 0.05, and 0.2 for weights less precise than float32."""
 
     kind: Literal["train"] = "train"
     task = "train"
@@ -515,27 +505,21 @@ class Train(EngineSpec):
         precise = self.dtype_of(str(self.options.get("dtype") or "auto")) in ("", "float32", "float64")
         return self._drift_limit or (DRIFT_LIMIT if precise else ROUNDED_DRIFT_LIMIT)
 
-    def needing(self, column: str) -> Train:
-        """Return a copy whose batches also have ``column``."""
-        other = copy.copy(self)
-        other.needs = tuple(dict.fromkeys((*self.needs, column)))
-        other.init_args = {**self.init_args, "needs": other.needs}
-        return other
+    def needing(self, *columns: str) -> Train:
+        """Return a copy whose batches also have these columns."""
+        return self.changed(needs=(*self.needs, *columns))
 
     def sized(self, batch_size: int, group_size: int, steps: int) -> Train:
-        """Return a copy with the default ``part_rows`` for steps and groups of these sizes, and for a
-        learning-rate schedule ``max_steps``, the optimizer steps of the run."""
+        """Return a copy with the default ``part_rows`` for steps and groups of these sizes, and for a learning-rate
+        schedule ``max_steps``, the optimizer steps of the run."""
+        sizes: dict[str, int] = {}
         if "max_steps" not in self.options and {"lr_scheduler_type", "warmup_ratio"} & self.options.keys():
-            last = {"max_steps": steps * self.options.get("updates", 1)}
-            return type(self)(**{**self.init_args, **last}).sized(batch_size, group_size, steps)
-        if not self.stream or self.part_rows is not None:
-            return self
-        other = copy.copy(self)
-        other.part_rows = max(group_size * self.world_size, batch_size // PARTS)
-        other.init_args = {**self.init_args, "part_rows": other.part_rows}
-        return other
+            sizes = {"max_steps": steps * self.options.get("updates", 1)}
+        if self.stream and self.part_rows is None:
+            sizes["part_rows"] = max(group_size * self.world_size, batch_size // PARTS)
+        return self.changed(**sizes) if sizes else self
 
     def declare(self, batch_rows: int) -> TaskSpec:
-        """Return its task: steps of ``batch_rows`` rows. It is the same for any number of ranks, which
-        may change when a run is resumed."""
+        """Return its task: steps of ``batch_rows`` rows. It is the same for any number of ranks, which may change
+        when a run is resumed."""
         return TaskSpec(name=self.task, needs=self.needs, batch_rows=batch_rows, lease_s=LEASE_S, sampler=SHARES)

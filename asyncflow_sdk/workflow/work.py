@@ -22,8 +22,7 @@ from ..plugins import import_path
 from ..types import Chat, Sampling
 from ..types.dtypes import floating_name
 from ..types.validation import check_least
-from .hub import model_folder
-from .model_folder import stored_dtype, text_config
+from .model_folder import model_folder, stored_dtype, text_config
 from .serialization import Serializable
 
 TRL_COLUMNS = {"prompts": "prompt", "completions": "response", "completion_ids": "response_ids"}
@@ -31,8 +30,8 @@ TRL_COLUMNS = {"prompts": "prompt", "completions": "response", "completion_ids":
 
 
 class EngineSpec(Serializable):
-    """A part of a workflow with an engine and its model. Its constructor uses no network: a name of the
-    hub stays in ``model`` until ``find_model``."""
+    """A part of a workflow with an engine and its model. Its constructor uses no network: a name of the hub stays in
+    ``model`` until ``find_model``."""
 
     def _take_engine(
         self, engine: str | type, options: dict[str, Any], model: str | Path, revision: str | None,
@@ -45,8 +44,7 @@ class EngineSpec(Serializable):
         self.take_model(str(model), revision)
 
     def find_model(self) -> None:
-        """Make ``model`` a folder of this host: a model of the hub is downloaded. Raises ConfigError,
-        PluginError."""
+        """Make ``model`` a folder of this host: a model of the hub is downloaded. Raises ConfigError, PluginError."""
         self.take_model(model_folder(self.model, self.model_revision))
 
     def take_model(self, model: str, revision: str | None = None) -> None:
@@ -61,8 +59,8 @@ class EngineSpec(Serializable):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration of the model folder, with the fields of the language model of a multimodal
-        one; empty if it cannot be read."""
+        """The configuration of the model folder, with the fields of the language model of a multimodal one; empty if
+        it cannot be read."""
         try:
             config = msgspec.json.decode(Path(self.model or "-", "config.json").read_bytes(), type=dict[str, Any])
         except (OSError, msgspec.MsgspecError):
@@ -75,16 +73,14 @@ class EngineSpec(Serializable):
 
 
 class Logprobs(EngineSpec):
-    """Log-probs of given responses by the train engine ``engine`` with the fixed weights of
-    ``model``, a folder or a model of the hub as of ``Rollout``: of a reference or a teacher.
+    """Log-probs of given responses by the train engine ``engine`` with the fixed weights of ``model``, a folder or a
+    model of the hub as of ``Rollout``: of a reference or a teacher.
 
-    Its stage needs the columns of prompt and response, both token ids (default "prompt_ids",
-    "response_ids"), and gives one ragged float32 column, one number a response token. ``options``:
-    of the engine.
+    Its stage needs the columns of prompt and response, both token ids (default "prompt_ids", "response_ids"), and
+    gives one ragged float32 column, one number a response token. ``options``: of the engine.
 
-    ``world_size``: number of processes (ranks) that share the weights and the rows, if the engine
-    shards weights. Placement, restarts and connections of the ranks are those of ``Train``'s.
-    """
+    ``world_size``: number of processes (ranks) that share the weights and the rows, if the engine shards weights.
+    Placement, restarts and connections of the ranks are those of ``Train``'s."""
 
     kind: Literal["train"] = "train"
     needs = ("prompt_ids", "response_ids")
@@ -99,13 +95,12 @@ class Logprobs(EngineSpec):
 
 
 class Generate(EngineSpec):
-    """One response to each row by the rollout engine ``engine`` with the fixed weights of
-    ``model``, a folder or a model of the hub as of ``Rollout``: of a judge or a teacher.
+    """One response to each row by the rollout engine ``engine`` with the fixed weights of ``model``, a folder or a
+    model of the hub as of ``Rollout``: of a judge or a teacher.
 
-    Its stage needs one column of prompts, texts, chats or token ids, and gives one column: text with a
-    tokenizer, else the response's token ids. ``tokenizer``: a folder or tokenizer.json; default: the
-    model's. ``chat``: as of ``Rollout``. ``options``: of the engine.
-    """
+    Its stage needs one column of prompts, texts, chats or token ids, and gives one column: text with a tokenizer,
+    else the response's token ids. ``tokenizer``: a folder or tokenizer.json; default: the model's. ``chat``: as of
+    ``Rollout``. ``options``: of the engine."""
 
     kind: Literal["rollout"] = "rollout"
 
@@ -120,8 +115,8 @@ class Generate(EngineSpec):
 
 
 def engine_name(engine: str | type) -> str:
-    """Return an engine's registered name, or "module:Class" of an unregistered class. Raises
-    ConfigError for a class that a worker cannot import."""
+    """Return an engine's registered name, or "module:Class" of an unregistered class. Raises ConfigError for a class
+    that a worker cannot import."""
     if isinstance(engine, str):
         return engine
     path = import_path(engine)
@@ -134,8 +129,8 @@ def engine_name(engine: str | type) -> str:
 
 
 def tokenizer_file(tokenizer: str | Path | None, model: str | Path) -> str:
-    """Return the path of the named tokenizer.json, or of the model's; "" if the model has none.
-    Raises ConfigError if the named one is missing."""
+    """Return the path of the named tokenizer.json, or of the model's; "" if the model has none. Raises ConfigError if
+    the named one is missing."""
     file = Path(tokenizer if tokenizer is not None else model or "-")
     file = file / "tokenizer.json" if file.suffix != ".json" else file
     if tokenizer is not None and not file.is_file():
@@ -155,8 +150,8 @@ def without_fast_file(folder: str | Path) -> str:
 
 
 def plain_options(engine: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Convert engine options to JSON types, paths to text. Raises ConfigError with the name of an
-    option without a JSON form."""
+    """Convert engine options to JSON types, paths to text. Raises ConfigError with the name of an option without a
+    JSON form."""
     for name, value in options.items():
         try:
             if not _is_finite(value):

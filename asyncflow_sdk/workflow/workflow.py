@@ -12,7 +12,6 @@ result = af.Workflow(
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import time
 import zlib
@@ -25,38 +24,33 @@ import msgspec
 import numpy as np
 
 from ..errors import AsyncFlowError, ConfigError, Interrupted, MemoryFull, WorkerFailed
-from ..interfaces import SAMPLING_MASK, OnFailure, Placement
+from ..interfaces import SAMPLING_MASK
 from ..ledger import Audit, TaskSpec
 from ..ledger import commands as cmd
 from ..ledger.state.rows import MAX_COLUMNS
 from ..plugins import registry
 from ..queue.protocol import error_text
-from ..types import LOSS_MASK, Checkpoint, Event, Staleness, Store, Weights
+from ..types import LOSS_MASK, Batch, Event, Staleness, Store, Weights
 from ..types import events as ev
-from ..types.config import LOCAL
-from ..types.defaults import MAX_FAILED, STALL_S
 from ..types.spans import FINISH_REASON
-from ..types.validation import check_least
-from .data import Feeder, LongPrompts, Prompts, PromptStream, Selection, prompt_source, select_like
+from .data import Feeder, PromptStream, Selection, prompt_source, select_like
 from .endpoints import serve
-from .evaluation import EVALUATION, SCORES, Evaluation
-from .evaluator import Evaluator, TrainerState, read_evaluations
+from .evaluation import EVALUATION, SCORES, Evaluator, TrainerState, read_evaluations
 from .events.event_file import EVENTS
 from .events.event_sinks import EventSink, Listener
 from .events.failure_limit import FailureLimit
 from .events.progress_line import ProgressLine
 from .events.recorder import Recorder
-from .events.trackers import Tracked, tracker_list
+from .events.trackers import tracker_list
 from .events.waits import StallTimer
-from .plan.checks import check_plan
-from .plan.models import find_models
-from .plan.plan import AHEAD_STEPS, Plan
+from .plan.checks import check_plan, find_models
+from .plan.plan import AHEAD_STEPS, Plan, WorkflowOptions
 from .plan.text import describe, mermaid, plan_text
 from .rewards import Rewards
 from .rollout.engine_gateway import derived_seed
 from .run import Run
 from .run_directory import Leg, RunDirectory
-from .serialization import Serializable
+from .serialization import Serializable, keywords_of
 from .specs import TRAINED, Rollout, Stage, Train, declare_task
 from .work import Generate
 from .workers.signals import StopSignals
@@ -78,8 +72,9 @@ def _seeded(spec: _Spec, seed: int) -> _Spec:
     if not isinstance(drawing, (Rollout, Generate)) or drawing.sampling.seed is not None:
         return spec
     sampling = replace(drawing.sampling, seed=derived_seed(seed, zlib.crc32(spec.task.encode())))
-    made = type(drawing)(**{**drawing.init_args, "sampling": sampling})
-    return type(spec)(**{**spec.init_args, "work": made}) if isinstance(spec, Stage) else made  # type: ignore[return-value]
+    if isinstance(spec, Stage):
+        return spec.changed(work=drawing.changed(sampling=sampling))
+    return spec.changed(sampling=sampling)
 
 
 @dataclass(frozen=True, repr=False)
@@ -96,8 +91,8 @@ class Result:
 
     @property
     def rewards(self) -> tuple[float, float]:
-        """Mean reward over the first and over the last ``summary["reward_steps"]`` steps: 20, or half of
-        fewer than 40 steps; of a single step its reward, twice."""
+        """Mean reward over the first and over the last ``summary["reward_steps"]`` steps: 20, or half of fewer than
+        40 steps; of a single step its reward, twice."""
         return self.summary["reward_first"], self.summary["reward_last"]
 
     @property
@@ -112,8 +107,8 @@ class Result:
 
 
 class Workflow(Serializable):
-    """Prompts → rollout → stages → train, or any other acyclic dataflow: every task works on the rows
-    that have its columns, at the same time as the others. ``print`` shows it.
+    """Prompts → rollout → stages → train, or any other acyclic dataflow: every task works on the rows that have its
+    columns, at the same time as the others. ``print`` shows it.
 
     ``rename``: new names of the data's columns, by their old ones. Columns that no task needs are left out; one with
     the name of a column of the run is called ``data_NAME``. ``long_prompts``: "error" refuses prompts without room
@@ -134,106 +129,76 @@ class Workflow(Serializable):
     needs a ``checkpoint``, since the record of the run reads rows after they were trained. ``stall_timeout_s``: fail,
     with all waits of the run, if no step was trained for this long. ``track``: as of ``serve``.
 
-    ``address``: tcp address for workers of other hosts, which ``hosts`` of a rollout, stage or train
-    starts, or people by ``asyncflow worker``; ``advertise``: as of ``serve``. Both are with keys.
+    ``address``: tcp address for workers of other hosts, which ``hosts`` of a rollout, stage or train starts, or
+    people by ``asyncflow worker``; ``advertise``: as of ``serve``. Both are with keys.
 
-    The constructor raises ConfigError with every problem that can be known before a process starts;
-    PluginError if a missing engine is the only one.
-    """
+    The constructor raises ConfigError with every problem that can be known before a process starts; PluginError if a
+    missing engine is the only one."""
 
     elsewhere: Mapping[str, str] = {"learning_rate": "did you mean learning_rate= of Train?"}
 
     plan: Plan
     """All settings, with the choices of transport and swap policies."""
 
-    def __init__(
-        self,
-        *,
-        prompts: Prompts,
-        rename: Mapping[str, str] | None = None,
-        long_prompts: LongPrompts = "error",
-        rollout: Rollout | Sequence[Rollout],
-        train: Train,
-        batch_size: int,
-        steps: int,
-        reward: Callable[..., Any] | Stage | Sequence[Any] | None = None,
-        stages: Sequence[Stage] = (),
-        staleness: Staleness | None = None,
-        weights: Weights | None = None,
-        epochs: int | None = None,
-        seed: int | None = None,
-        on_failure: OnFailure = "stop",
-        max_failed: float = MAX_FAILED,
-        capacity_rows: int | None = None,
-        checkpoint: Checkpoint | None = None,
-        evaluate: Evaluation | None = None,
-        save_steps: int | None = None,
-        save_total_limit: int | None = None,
-        store: str | Store = LOCAL,
-        stall_timeout_s: float = STALL_S,
-        track: Tracked | Sequence[Tracked] = (),
-        address: str | None = None,
-        advertise: str | None = None,
-    ) -> None:
-        rollouts = (rollout,) if isinstance(rollout, Rollout) else tuple(rollout)
+    @keywords_of(WorkflowOptions)
+    def __init__(self, options: WorkflowOptions) -> None:
+        rollouts = (options.rollout,) if isinstance(options.rollout, Rollout) else tuple(options.rollout)
         if not rollouts:
             raise ConfigError("a workflow needs a rollout; this one has none")
-        check_least(1, save_steps=save_steps or 1, save_total_limit=save_total_limit or 1)
-        first = next((each for each in rollouts if each.admits), rollouts[0])
-        masked = any(each.agent is not None and each.admits for each in rollouts)
-        kept = SAMPLING_MASK if first.sampling.sampling_mask else ()
-        staleness = staleness or Staleness()
-        scoring: tuple[Stage, ...] = ()
-        if isinstance(reward, (list, tuple)):
-            rewards = Rewards.of(reward)
-            scoring = (Stage(rewards, task="reward", gives=rewards.gives),)
-            train = functools.reduce(Train.needing, rewards.names, train)
-        elif isinstance(reward, Stage):
-            scoring = (reward,)
-        elif reward is not None:
-            scoring = (Stage(reward, task="reward", gives=["reward"]),)  # type: ignore[arg-type]
-        evaluating: list[Stage | Rollout] = []
-        if evaluate is not None:
-            evaluating = [evaluate.stage, *filter(None, [evaluate.rollout])]
-        find_models(rollout=rollouts, reward=scoring, stages=stages, train=[train], evaluate=evaluating)
-        stages = tuple(each.masked(rollouts) for each in stages)
+        staleness, evaluate, seed = options.staleness or Staleness(), options.evaluate, options.seed
+        first = _trained(rollouts)
+        scoring = _scoring(options.reward)
+        evaluating = [] if evaluate is None else [evaluate.stage, *filter(None, [evaluate.rollout])]
+        find_models(
+            rollout=rollouts, reward=scoring, stages=options.stages, train=[options.train], evaluate=evaluating
+        )
+        stages = tuple(each.masked(rollouts) for each in options.stages)
         stages = stages if evaluate is None else (*stages, evaluate.stage)
         if seed is not None and seed >= 0:
             rollouts = tuple(_seeded(each, seed) for each in rollouts)
             scoring, stages = (tuple(_seeded(each, seed) for each in given) for given in (scoring, stages))
-            first = next((each for each in rollouts if each.admits), rollouts[0])
-        ahead = batch_size * (staleness.max_staleness + AHEAD_STEPS)
-        held_out = None
+            first = _trained(rollouts)
         if evaluate is not None:
             rollouts = evaluate.rollouts(rollouts, stages)
-        train = functools.reduce(Train.needing, (FINISH_REASON, *([LOSS_MASK] if masked else []), *kept), train)
-        columns = _select(first.prompt, rollouts, (*scoring, *stages), train, rename)
-        source = prompt_source(prompts, columns)
+        train = options.train.needing(
+            *(name for each in scoring if isinstance(each.work, Rewards) for name in each.work.names),
+            FINISH_REASON,
+            *([LOSS_MASK] if any(each.agent is not None and each.admits for each in rollouts) else []),
+            *(SAMPLING_MASK if first.sampling.sampling_mask else ()),
+        )
+        columns = _select(first.prompt, rollouts, (*scoring, *stages), train, options.rename)
+        source = prompt_source(options.prompts, columns)
         stream = source if isinstance(source, PromptStream) else None
         data = source.head if isinstance(source, PromptStream) else source
-        if evaluate is not None:
-            held_out = select_like(evaluate.prompts, columns, data)
-            ahead += held_out.rows * evaluate.samples
-        given = (None if stream is not None else data, held_out)
-        self._given = given if checkpoint is not None else (None, None)  # none left out or cut, for a resumed run
+        held_out = None if evaluate is None else select_like(evaluate.prompts, columns, data)
+        capacity = options.batch_size * (staleness.max_staleness + AHEAD_STEPS)
+        if evaluate is not None and held_out is not None:
+            capacity += held_out.rows * evaluate.samples
+        self._given: tuple[Batch | None, Batch | None] = (None, None)
+        """Prompts and held-out ones, none left out or cut, for a resumed run."""
+        if options.checkpoint is not None:
+            self._given = None if stream is not None else data, held_out
         names = {TRAINED[0]: set(data), EVALUATION: set(held_out if held_out is not None else data)}
-        stages = tuple(each.of_data(names) for each in (*scoring, *stages))
         self.plan = Plan(
-            data=data, long_prompts=long_prompts, columns=columns, stream=stream, rollouts=rollouts, stages=stages,
-            reward=bool(scoring),
-            train=train.sized(batch_size, first.group_size, steps), batch_size=batch_size, steps=steps, epochs=epochs,
-            evaluation=evaluate, held_out=held_out, save_steps=save_steps, save_total_limit=save_total_limit,
-            seed=seed, staleness=staleness, weights=weights or train.weights or Weights(),
-            capacity_rows=ahead if capacity_rows is None else capacity_rows,
-            on_failure=Placement(on_failure=on_failure).on_failure or "stop", max_failed=max_failed, checkpoint=checkpoint,
-            store=Store.of(store), stall_timeout_s=stall_timeout_s, trackers=tracker_list(track),
-            address=address, advertise=advertise,
-        )  # fmt: skip
+            options=options,
+            data=data,
+            columns=columns,
+            stream=stream,
+            rollouts=rollouts,
+            stages=tuple(each.of_data(names) for each in (*scoring, *stages)),
+            train=train.sized(options.batch_size, first.group_size, options.steps),
+            staleness=staleness,
+            weights=options.weights or train.weights or Weights(),
+            capacity_rows=capacity if options.capacity_rows is None else options.capacity_rows,
+            held_out=held_out,
+            store=Store.of(options.store),
+            trackers=tracker_list(options.track),
+        )
         check_plan(self.plan)
 
     def describe(self) -> dict[str, Any]:
-        """Return the plan as plain data. ``edges``: columns from task to task; ``choices``: all choices
-        with their reasons."""
+        """Return the plan as plain data. ``edges``: columns from task to task; ``choices``: all choices with their
+        reasons."""
         return describe(self.plan)
 
     def mermaid(self) -> str:
@@ -246,24 +211,23 @@ class Workflow(Serializable):
     def __repr__(self) -> str:
         plan = self.plan
         engines = ", ".join(each.engine for each in (*plan.rollouts, plan.train))
-        return f"Workflow({engines}: {plan.steps} steps of {plan.batch_size} rows)"
+        return f"Workflow({engines}: {plan.options.steps} steps of {plan.options.batch_size} rows)"
 
     def run(
         self, directory: str | Path, *, on_event: Callable[[Event], None] | None = None, progress: bool | None = None
     ) -> Result:
-        """Run to the last step. ``on_event`` receives every event, in a thread of its own. ``progress``:
-        show a line of it on the terminal, or else log it; None: unless ``on_event`` is given.
+        """Run to the last step. ``on_event`` receives every event, in a thread of its own. ``progress``: show a line
+        of it on the terminal, or else log it; None: unless ``on_event`` is given.
 
-        After any end the directory holds the results so far, and no process and no shared memory is
-        left. Raises WorkerFailed with the worker and its traceback; Interrupted after Ctrl-C, which
-        stops the workers in the middle of their work (a second one kills them); ConfigError.
-        """
+        After any end the directory holds the results so far, and no process and no shared memory is left. Raises
+        WorkerFailed with the worker and its traceback; Interrupted after Ctrl-C, which stops the workers in the
+        middle of their work (a second one kills them); ConfigError."""
         return self._run_in(RunDirectory(Path(directory)), on_event, progress, again=False)
 
     @classmethod
     def load(cls, directory: str | Path, changes: Mapping[str, Any] | None = None) -> Workflow:
-        """Make the workflow of a run directory again. ``changes``: as of ``resume``. Raises ConfigError,
-        also if a part of it cannot be imported any more."""
+        """Make the workflow of a run directory again. ``changes``: as of ``resume``. Raises ConfigError, also if a
+        part of it cannot be imported any more."""
         workflow = RunDirectory(Path(directory)).read_workflow(changes or {})
         if not isinstance(workflow, cls):
             raise ConfigError(f"{directory} holds no workflow")
@@ -278,14 +242,13 @@ class Workflow(Serializable):
         on_event: Callable[[Event], None] | None = None,
         progress: bool | None = None,
     ) -> Result:
-        """Continue a run with a ``checkpoint`` that was killed, failed or interrupted: the queue as it
-        was, training from the newest checkpoint. ``changes``: new values by dotted key. With other numbers
-        and places of workers, as {"rollout.replicas": 4, "train.hosts": ["gpu3"]}, the queue stays; with
-        others, as {"steps": 400, "train.learning_rate": 1e-6}, also of a completed run, rows that the
-        checkpoint does not cover are generated anew. Without such changes it returns the result of a
-        completed run. ``on_event``, ``progress``: arguments of ``run``. Raises its errors; ConfigError if
-        another process runs the directory, if a part of the workflow is gone, and for values that cannot
-        change, by name."""
+        """Continue a run with a ``checkpoint`` that was killed, failed or interrupted: the queue as it was, training
+        from the newest checkpoint. ``changes``: new values by dotted key. With other numbers and places of workers,
+        as {"rollout.replicas": 4, "train.hosts": ["gpu3"]}, the queue stays; with others, as {"steps": 400,
+        "train.learning_rate": 1e-6}, also of a completed run, rows that the checkpoint does not cover are generated
+        anew. Without such changes it returns the result of a completed run. ``on_event``, ``progress``: arguments of
+        ``run``. Raises its errors; ConfigError if another process runs the directory, if a part of the workflow is
+        gone, and for values that cannot change, by name."""
         return cls.load(directory, changes).resume_in(Path(directory), on_event, progress)
 
     def resume_in(self, directory: Path, on_event: _OnEvent | None = None, progress: bool | None = None) -> Result:
@@ -307,29 +270,44 @@ class Workflow(Serializable):
         again: bool,
         changes: dict[str, list[Any]] | None = None,
     ) -> Result:
-        resumable = self.plan.checkpoint is not None
+        resumable = self.plan.options.checkpoint is not None
         if changes is None:
             directory.check_record(continues=again, trained=again)
         with contextlib.ExitStack() as held:
             if resumable:
                 held.enter_context(directory.lock())
-            legs = directory.legs() if again else []
-            data, held_out = self._given
-            if resumable:
-                directory.keep(data, held_out)
+            legs: list[Leg] = directory.legs() if again else []
+            directory.keep(*self._given)
             if changes is not None:
-                legs.append(directory.begin_leg(changes, self.plan.steps))
+                legs.append(directory.begin_leg(changes, self.plan.options.steps))
             with directory.writable():
                 recorder = Recorder(directory.path, again=again)
             try:
-                directory.write_description(self.describe(), self if resumable else None, data is not None, legs)
+                whole = self.plan.stream is None
+                directory.write_description(self.describe(), self if resumable else None, whole, legs)
             except BaseException:
                 recorder.close()
                 if not again:
                     (directory.path / EVENTS).unlink(missing_ok=True)
                 raise
-            line = ProgressLine(self.plan.steps) if (on_event is None if progress is None else progress) else None
+            shown = on_event is None if progress is None else progress
+            line = ProgressLine(self.plan.options.steps) if shown else None
             return _Execution(self.plan, directory, recorder, line, on_event, legs).run(again, changes is not None)
+
+
+def _trained(rollouts: Sequence[Rollout]) -> Rollout:
+    """Return the first rollout with trained columns; of none the first."""
+    return next((each for each in rollouts if each.admits), rollouts[0])
+
+
+def _scoring(reward: Callable[..., Any] | Stage | Sequence[Any] | None) -> tuple[Stage, ...]:
+    """Return the stage of a reward, if there is one."""
+    if isinstance(reward, (list, tuple)):
+        rewards = Rewards.of(reward)
+        return (Stage(rewards, task="reward", gives=rewards.gives),)
+    if reward is None or isinstance(reward, Stage):
+        return () if reward is None else (reward,)
+    return (Stage(reward, task="reward", gives=["reward"]),)  # type: ignore[arg-type]
 
 
 def _select(
@@ -341,7 +319,7 @@ def _select(
     needs = {prompt, *train.needs, *(name for each in tasks for name in each.needs)}
     gives = {name for each in tasks for name in each.gives} - {each.prompt for each in rollouts}
     more = max(0, MAX_COLUMNS - len(needs | gives)) if any(each.takes_all for each in stages) else 0
-    return Selection(prompt, needs, gives, rename, more)
+    return Selection(prompt=prompt, needs=needs, gives=gives, rename=rename or {}, more=more)
 
 
 class _Execution:
@@ -358,9 +336,9 @@ class _Execution:
     ) -> None:
         self._legs = legs
         self._plan, self._directory, self._recorder, self._line = plan, directory, recorder, line
-        self._stall = StallTimer(plan.stall_timeout_s)
+        self._stall = StallTimer(plan.options.stall_timeout_s)
         group_size = plan.rollout.group_size
-        self._failures = FailureLimit(plan.max_failed, plan.batch_size // group_size, group_size)
+        self._failures = FailureLimit(plan.options.max_failed, plan.options.batch_size // group_size, group_size)
         self._trainer = TrainerState()
         self._listeners = [Listener(each) for each in (line, on_event) if each is not None]
         self._sinks: list[EventSink] = [self._stall, self._failures, self._trainer, recorder, *self._listeners]
@@ -395,7 +373,7 @@ class _Execution:
                 self._directory.write_summary(summary)
             except OSError as error:
                 text = f"{path} has no summary.json: {error}; the run {self._status}"
-                steps = f"{recorder.steps} of {self._plan.steps} steps trained"
+                steps = f"{recorder.steps} of {self._plan.options.steps} steps trained"
                 self._error = self._error or MemoryFull(f"{text}, {steps}")
         if isinstance(self._error, Interrupted):
             self._error.repeated = signals.hurried
@@ -414,16 +392,21 @@ class _Execution:
             self._line.end()
 
     def _serve(self, signals: StopSignals) -> None:
-        plan, resumable = self._plan, self._plan.checkpoint is not None
+        plan, options = self._plan, self._plan.options
+        resumable = options.checkpoint is not None
         run = serve(
-            self._directory.path, address=plan.address, advertise=plan.advertise, sinks=self._sinks, steps=plan.steps,
-            max_staleness=plan.staleness.max_staleness, staleness_policy=plan.staleness.policy,
-            capacity_rows=plan.capacity_rows, keep_versions=plan.weights.keep,
-            max_swapping=plan.weights.max_swapping, quorum=plan.weights.quorum, on_failure=plan.on_failure,
-            checkpoints=resumable, durability="process" if resumable else None,
-            store=plan.store, history=plan.checkpoint is not None and plan.checkpoint.history,
-            track=plan.trackers, description=describe(plan) if plan.trackers else None,
-        )  # fmt: skip
+            self._directory.path,
+            address=options.address,
+            advertise=options.advertise,
+            sinks=self._sinks,
+            on_failure=options.on_failure,
+            durability="process" if resumable else None,
+            store=plan.store,
+            history=options.checkpoint is not None and options.checkpoint.history,
+            track=plan.trackers,
+            description=describe(plan) if plan.trackers else None,
+            **plan.limits,
+        )
         completed = False
         if self._legs:
             run.queue.send(cmd.Configure(first_step=self._legs[-1].step))
@@ -436,10 +419,10 @@ class _Execution:
             )
         try:
             trainer = self._start(run)
-            if self._legs and self._legs[-1].step >= plan.steps:  # the export was missing alone
+            if self._legs and self._legs[-1].step >= options.steps:  # the export was missing alone
                 run.queue.end()
             run.wait(trainer, timeout_s=math.inf, stall=self._stall, failures=self._failures)
-            self._recorder.settle(plan.steps)  # a warning of the last steps is still logged
+            self._recorder.settle(options.steps)  # a warning of the last steps is still logged
             run.join_workers(FINISH_S)
             completed = True
         finally:
@@ -452,37 +435,39 @@ class _Execution:
 
     def _start(self, run: Run) -> Worker:
         """Declare the tasks, start all workers and the feeder. Returns the trainer."""
-        plan, path = self._plan, self._directory.path
-        run.declare(plan.train, plan.batch_size)
+        plan, options, path = self._plan, self._plan.options, self._directory.path.absolute()
+        run.declare(plan.train, options.batch_size)
         for stage in plan.stages:
             run.start(stage)
         weights = plan.chosen_weights
         samplings: dict[str, Any] = {}
-        if plan.evaluation is not None:
-            samplings = {EVALUATION: plan.evaluation.sampling_of(plan.rollout)}
+        if options.evaluate is not None:
+            samplings = {EVALUATION: options.evaluate.sampling_of(plan.rollout)}
             declare_task(run.queue, SCORES)
         for rollout, swap in zip(plan.rollouts, plan.swaps, strict=True):
-            limit = plan.prompt_limit(rollout) if plan.long_prompts == "truncate_left" else None
+            limit = plan.prompt_limit(rollout) if options.long_prompts == "truncate_left" else None
             draws = samplings if {EVALUATION, "*"}.intersection(rollout.partitions) else {}
             run.start(rollout, needs_first=True, weights=weights, swap=swap, samplings=draws, prompt_limit=limit)
         saved: dict[str, Any] = {}
-        if plan.checkpoint is not None:
-            saved = {"checkpoint": plan.checkpoint, "checkpoints": str((path / "checkpoints").absolute())}
-        if plan.save_steps is not None:
-            saved |= {"models": str((path / "models").absolute()), "save_steps": plan.save_steps}
-            saved |= {"save_total_limit": plan.save_total_limit}
-        if plan.evaluation is not None and plan.held_out is not None:  # before any version it is put for
-            Evaluator(
-                run, plan.evaluation, plan.held_out, path, model=plan.train.model, steps=plan.steps, trainer=self._trainer,
-                on_failure=run.fail,
-            ).start()  # fmt: skip
+        if options.checkpoint is not None:
+            saved = {"checkpoint": options.checkpoint, "checkpoints": str(path / "checkpoints")}
+        if options.save_steps is not None:
+            saved |= {"models": str(path / "models"), "save_steps": options.save_steps}
+            saved |= {"save_total_limit": options.save_total_limit}
+        if options.evaluate is not None and plan.held_out is not None:  # before any version it is put for
+            Evaluator(run, options.evaluate, plan.held_out, plan.train.model, options.steps, self._trainer).start()
         (trainer,) = run.start(plan.train, export=str(path / "model"), weights=weights, **saved)
-        group_size = plan.rollout.group_size
         self._feeder = Feeder(
-            run.queue, plan.stream or plan.data, group_size=group_size, chunk=plan.batch_size // group_size,
-            seed=plan.seed or 0, on_failure=run.fail, epochs=plan.epochs, ends=None if plan.evaluation is None else TRAINED[0],
+            run.queue,
+            plan.stream or plan.data,
+            group_size=plan.rollout.group_size,
+            chunk=options.batch_size // plan.rollout.group_size,
+            seed=options.seed or 0,
+            on_failure=run.fail,
+            epochs=options.epochs,
+            ends=None if options.evaluate is None else TRAINED[0],
             begin=self._legs[-1].prompts if self._legs else 0,
-        )  # fmt: skip
+        )
         self._feeder.start()
         return trainer
 
@@ -494,7 +479,7 @@ class _Execution:
             "status": self._status,
             "error": str(self._error) if self._error is not None else None,
             "steps": recorder.steps,
-            "steps_wanted": self._plan.steps,
+            "steps_wanted": self._plan.options.steps,
             "reward_first": float(np.mean(rewards[:ends])) if rewards else None,
             "reward_last": float(np.mean(rewards[-ends:])) if rewards else None,
             "reward_steps": ends if rewards else 0,
@@ -509,7 +494,7 @@ class _Execution:
             **self._evaluated(),
             **statistics.summary(),
             "wall_s": round(statistics.before_s + wall_s, 3),
-            "seed": self._plan.seed,
+            "seed": self._plan.options.seed,
             "model": self._plan.train.model,
             "report": None,
             "warnings": recorder.errors,
@@ -524,12 +509,4 @@ class _Execution:
         return {"evaluations": scores, "best_version": best.version, "best_score": best.score}
 
 
-def resume(
-    directory: str | Path,
-    *,
-    changes: Mapping[str, Any] | None = None,
-    on_event: Callable[[Event], None] | None = None,
-    progress: bool | None = None,
-) -> Result:
-    """``Workflow.resume``."""
-    return Workflow.resume(directory, changes=changes, on_event=on_event, progress=progress)
+resume = Workflow.resume

@@ -84,7 +84,7 @@ def test_a_value_of_an_option_is_refused_before_a_worker_starts(
 def test_a_schedule_lasts_as_long_as_the_run(tiny: str) -> None:
     scheduled = {"lr_scheduler_type": "cosine", "warmup_ratio": 0.1, "updates": 2}
 
-    assert workflow(tiny, train=scheduled).plan.train.options["max_steps"] == 2 * workflow(tiny).plan.steps
+    assert workflow(tiny, train=scheduled).plan.train.options["max_steps"] == 2 * workflow(tiny).plan.options.steps
     assert workflow(tiny, train={**scheduled, "max_steps": 7}).plan.train.options["max_steps"] == 7
 
 

@@ -30,8 +30,7 @@ from asyncflow_sdk.types import VERSION_SPANS, Batch
 from asyncflow_sdk.types.tasks import TaskSpec
 from asyncflow_sdk.wire import ensure_keys
 from asyncflow_sdk.workflow.data import load_prompts
-from asyncflow_sdk.workflow.evaluation import EVALUATION, SCORES
-from asyncflow_sdk.workflow.evaluator import Evaluator, TrainerState
+from asyncflow_sdk.workflow.evaluation import EVALUATION, SCORES, Evaluator, TrainerState
 from asyncflow_sdk.workflow.events.recorder import Recorder
 from asyncflow_sdk.workflow.events.step_files import read_steps
 from asyncflow_sdk.workflow.specs import declare_task
@@ -248,10 +247,7 @@ def test_an_evaluation_says_how_many_of_its_rows_were_lost(cluster: Cluster, mon
         declare_task(cluster.run.queue, task)
     prompts = {"prompt_ids": [[1], [2]]}
     evaluation = af.Evaluation(prompts=prompts, every=1, reward=number_of_tokens)
-    evaluator = Evaluator(
-        cluster.run, evaluation, load_prompts(prompts, "prompt_ids"), cluster.folder, model="", steps=1,
-        trainer=TrainerState(), on_failure=notes.append,
-    )  # fmt: skip
+    evaluator = Evaluator(cluster.run, evaluation, load_prompts(prompts, "prompt_ids"), "", 1, TrainerState())
     # given an evaluation with its rows on a host
     cluster.unit("a")
     cluster.client("a").put(prompts, key=f"{EVALUATION}-0", partition=EVALUATION, version=1)

@@ -523,7 +523,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
 def test_token_ids_of_a_stream_may_be_arrays_and_bad_ones_are_left_out(long_prompts: str) -> None:
     odd: list[Any] = [np.arange(3), 5, None, np.arange(9), []]
     good = [{"prompt_ids": np.arange(2)}] * HEAD
-    stream = PromptStream(lambda: iter([*good]), Selection("prompt_ids"))
+    stream = PromptStream(lambda: iter([*good]), Selection(prompt="prompt_ids"))
     stream.limit(lambda row: len(row["prompt_ids"][0]), 4) if long_prompts == "drop" else stream.cut(4)
 
     read: list[Any] = []

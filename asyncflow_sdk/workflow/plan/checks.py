@@ -3,57 +3,68 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
+import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-
-from ...errors import ConfigError, PluginError, SchemaError
+from ...errors import ConfigError, PluginError
 from ...interfaces import SAMPLING_MASK, Capabilities, Placement
 from ...ledger.state.rows import MAX_COLUMNS
 from ...plugins import registry
-from ...types import Batch, Ragged, Sampling
+from ...types import Sampling
 from ...types.config import LOCAL
+from ...types.validation import check_above, check_least
 from ...weights import AUTO, TransportPublisher, make_transport
 from ...wire import transport_of
-from ..data import cut_prompts
 from ..evaluation import EVALUATION
 from ..events.trackers import check_tracker
-from ..model_folder import OWN_CODE
-from ..rollout.chat import PromptEncoder
-from ..rollout.tokenizer import Tokenizer, token_ids, with_stop_ids
+from ..model_folder import OWN_CODE, WEIGHTS, ModelFolder, model_folder, own_model
+from ..rollout.tokenizer import Tokenizer, with_stop_ids
 from ..specs import Rollout, Stage, Train, takes_trained
-from ..work import Generate, Logprobs
+from ..work import EngineSpec, Generate, Logprobs
 from ..workers.engines import check_mask, frozen_options, odd_options, whole_step_text
 from ..workers.ranks import check_ranks
+from .choices import rows_needed
 from .dataflow import same_name
-from .folders import check_folders, needs_trust
 from .plan import AHEAD_STEPS, PROMPT, Plan
-from .policy import rows_needed
-from .problems import Problems, checks_placements, is_checked_here
+from .problems import Key, Problems, checks_placements, is_checked_here
+from .prompt_checks import MOST, check_ids, check_lengths
 
-MOST = 2**53
-"""Largest number of rows or steps."""
-ENCODED_AT_ONCE = 1000
-"""Prompts in a batch of the tokenizer, which needs 100 times the memory of their ids; and of a sample."""
-_NO_IDS = np.empty(0, np.int32)
-_RESIZE = (
-    "Name the model's own tokenizer (tokenizer=), or give the model an embedding for all its tokens:"
-    " model.resize_token_embeddings(len(tokenizer)) of transformers"
-)
+_SHOWN = 10
+"""Most differences of two model folders in an error."""
+
+
+def find_models(**parts: Iterable[Any]) -> None:
+    """Make the models of ``parts``, by their key in the workflow, folders of this host. A model of the hub is
+    downloaded once, so that all parts have the same commit. Raises all problems: ConfigError, PluginError."""
+    problems = Problems()
+    users: dict[tuple[str, str | None], list[tuple[Key, EngineSpec]]] = {}
+    for key, listed in parts.items():
+        for number, part in enumerate(listed):
+            spec = part.work if isinstance(part, Stage) else part
+            if isinstance(spec, EngineSpec) and is_checked_here(part.task):
+                users.setdefault((spec.model, spec.model_revision), []).append(((key, number, "model"), spec))
+    for asked, found in users.items():
+        with problems.collect(*found[0][0]):
+            folder = model_folder(*asked)
+            for _, user in found:
+                user.take_model(folder)
+    problems.raise_all()
 
 
 def check_plan(plan: Plan) -> None:
-    """Make the plan's choices and raise its problems, all at once: a single one unchanged, several as
-    one ConfigError."""
+    """Make the plan's choices and raise its problems, all at once: a single one unchanged, several as one
+    ConfigError."""
     with contextlib.closing(plan.problems) as problems:
         _find(plan, problems)
     problems.raise_all()
 
 
 def _find(plan: Plan, problems: Problems) -> None:
+    check = problems.check
     _check_numbers(plan, problems)
     _check_address(plan, problems)
     for number, rollout in enumerate(plan.rollouts):
@@ -61,66 +72,65 @@ def _find(plan: Plan, problems: Problems) -> None:
         if is_checked_here(rollout.task):
             _check_engine("rollout", rollout, rollout.place, problems, "rollout", number)
     for stage, key in zip(plan.stages, plan.stage_keys, strict=True):
-        if not stage.here:
-            _check_place(f"stage {stage.task!r}", stage.place, problems, *key, world_size=stage.world_size)
-        if isinstance(stage.work, (Logprobs, Generate)) and is_checked_here(stage.task):
-            _check_engine("stage", stage.work, stage.place, problems, *key, "work")
-        with problems.collect(*key, "work", "sampling"):
-            if isinstance(stage.work, Generate):
-                _check_sampling(stage.work, stage.work.sampling)
-        _check_here(stage, problems, *key)
-        with problems.collect(*key, "work", "engine"):
-            if isinstance(stage.work, Logprobs) and stage.masks:
-                check_mask(f"engine {stage.work.engine!r}", _masks("train", stage.work.engine), SAMPLING_MASK)
-    with problems.collect("train", "engine"):
-        check_mask(f"engine {plan.train.engine!r}", _masks("train", plan.train.engine), plan.train.needs)
-    _check_place("train", plan.train.place, problems, "train", world_size=plan.train.world_size)
-    if is_checked_here(plan.train.task):
-        _check_engine("train", plan.train, plan.train.place, problems, "train")
-        with problems.collect("train", "stream"):
-            _check_stream(plan.train)
+        _check_stage(stage, problems, *key)
+    train = plan.train
+    check(("train", "engine"), check_mask, f"engine {train.engine!r}", _masks("train", train.engine), train.needs)
+    _check_place("train", train.place, problems, "train", world_size=train.world_size)
+    if is_checked_here(train.task):
+        _check_engine("train", train, train.place, problems, "train")
+        check(("train", "stream"), _check_stream, train)
     if all(is_checked_here(rollout.task) or not _lacks_model(rollout) for rollout in plan.rollouts):
         _check_columns(plan, problems)
-    with problems.collect("staleness", "policy"):
-        _check_capacity(plan, rows_needed(plan.staleness, plan.batch_size), problems)
-    with problems.collect("prompts"):
-        if plan.stream is not None and plan.checkpoint is not None:
-            plan.stream.check_resumable()
+    check(("staleness", "policy"), _check_capacity, plan, problems)
+    if plan.stream is not None and plan.options.checkpoint is not None:
+        check(("prompts",), plan.stream.check_resumable)
     for number, rollout in enumerate(plan.rollouts):
         for name, data in plan.prompts_of(rollout):
-            with problems.collect("prompts" if name == PROMPT else "evaluate"):
-                _check_ids(name, data, rollout)
-            with problems.collect("rollout", number):
-                _check_lengths(plan, rollout, name, data)
-        with problems.collect("rollout", number, "sampling"):
-            _check_temperature(rollout, plan.train)
-        with problems.collect("rollout", number, "sampling"):
-            _check_sampling(rollout, rollout.sampling)
-        with problems.collect("evaluate", "sampling"):
-            if plan.evaluation is not None and {EVALUATION, "*"}.intersection(rollout.partitions):
-                _check_sampling(rollout, plan.evaluation.sampling_of(plan.rollout))
-    _check_supply(plan, problems)
-    with problems.collect("store"):
-        _check_store(plan)
+            check(("prompts" if name == PROMPT else "evaluate",), check_ids, name, data, rollout)
+            check(("rollout", number), check_lengths, plan, rollout, name, data)
+        check(("rollout", number, "sampling"), _check_temperature, rollout, train)
+        check(("rollout", number, "sampling"), _check_sampling, rollout, rollout.sampling)
+        evaluation = plan.options.evaluate
+        if evaluation is not None and {EVALUATION, "*"}.intersection(rollout.partitions):
+            check(("evaluate", "sampling"), _check_sampling, rollout, evaluation.sampling_of(plan.rollout))
+    _check_supply(plan, problems)  # after prompts were left out
+    check(("store",), _check_store, plan)
     plan.choose()
-    with problems.collect("weights"):
-        _check_weights(plan)
+    check(("weights",), _check_weights, plan)
     _check_dtypes(plan, problems)
-    check_folders(plan, problems)
-    with problems.collect("evaluate", "rollback_margin"):
-        _check_guard(plan)
+    _check_folders(plan, problems)
+    check(("evaluate", "rollback_margin"), _check_guard, plan)
     for number, tracker in enumerate(plan.trackers):
-        with problems.collect("track", number):
-            check_tracker(tracker)
+        check(("track", number), check_tracker, tracker)
+
+
+def _check_stage(stage: Stage, problems: Problems, *key: str | int) -> None:
+    work, place = stage.work, stage.place
+    if not stage.here:
+        _check_place(f"stage {stage.task!r}", place, problems, *key, world_size=stage.world_size)
+    if isinstance(work, (Logprobs, Generate)) and is_checked_here(stage.task):
+        _check_engine("stage", work, place, problems, *key, "work")
+    if isinstance(work, Generate):
+        problems.check((*key, "work", "sampling"), _check_sampling, work, work.sampling)
+    own = place.python or place.env or place.cpus or place.gpus or place.hosts or place.launcher != "process"
+    if stage.here and own:
+        problems.add(
+            f"stage {stage.task!r} has a function that no other process can import, so it runs in the driver's,"
+            " and has no place of its own: put the function into a module, or leave python=, env=, cpus=, gpus=,"
+            " hosts= and launcher= out",
+            *key,
+        )
+    if isinstance(work, Logprobs) and stage.masks:
+        about = f"engine {work.engine!r}", _masks("train", work.engine), SAMPLING_MASK
+        problems.check((*key, "work", "engine"), check_mask, *about)
 
 
 def _check_address(plan: Plan, problems: Problems) -> None:
-    with problems.collect("address"):
-        if plan.address is not None and transport_of(plan.address) != "tcp":
-            raise ConfigError(f"address={plan.address!r} is for other hosts: tcp://HOST:PORT is expected")
-    if plan.address is not None:
+    options = plan.options
+    if options.address is not None:
+        problems.check(("address",), _check_tcp, options.address)
         return
-    if plan.advertise is not None:
+    if options.advertise is not None:
         problems.add("advertise= is of an address, which other hosts can reach: say address=, too", "advertise")
     roles: tuple[Rollout | Stage | Train, ...] = (*plan.rollouts, *plan.stages, plan.train)
     for each in roles:
@@ -128,16 +138,20 @@ def _check_address(plan: Plan, problems: Problems) -> None:
             problems.add(f"{each.task!r} has hosts=, which need address=, as tcp://0.0.0.0:7000, to join", "address")
     for each in plan.rollouts:
         if not each.replicas:
-            problems.add(
-                f"{each.task!r}: replicas must be 1 or more; 0 waits for others to join at address=", "rollout"
-            )
+            text = f"{each.task!r}: replicas must be 1 or more; 0 waits for others to join at address="
+            problems.add(text, "rollout")
+
+
+def _check_tcp(address: str) -> None:
+    if transport_of(address) != "tcp":
+        raise ConfigError(f"address={address!r} is for other hosts: tcp://HOST:PORT is expected")
 
 
 def _check_store(plan: Plan) -> None:
     if plan.store.kind == LOCAL:
         return
     registry().get("store", plan.store.kind)
-    if plan.checkpoint is None:
+    if plan.options.checkpoint is None:
         raise ConfigError(
             f"store={plan.store.kind!r} needs checkpoint=af.Checkpoint(...): the record of the run reads the rows of a"
             " step after it was trained, and without a checkpoint they may be gone from their host then"
@@ -145,55 +159,45 @@ def _check_store(plan: Plan) -> None:
 
 
 def _check_numbers(plan: Plan, problems: Problems) -> None:
-    size = plan.rollout.group_size
+    options, train, size = plan.options, plan.train, plan.rollout.group_size
+    rows, restarts = options.batch_size, train.place.max_restarts
     for name in ("steps", "batch_size", "epochs", "capacity_rows"):
-        if (getattr(plan, name) or 0) > MOST:
-            problems.add(f"{name} is {getattr(plan, name)}, and at most {MOST}", name)
-    if plan.seed is not None and plan.seed < 0:
-        problems.add(f"seed must be 0 or more, not {plan.seed}", "seed")
-    if plan.steps < 1:
-        problems.add(f"steps must be 1 or more, not {plan.steps}", "steps")
-    if plan.epochs is not None and plan.epochs < 1:
-        problems.add(f"epochs must be 1 or more, or None for as many as the steps take, not {plan.epochs}", "epochs")
-    if not plan.stall_timeout_s > 0:
-        problems.add(f"stall_timeout_s must be above 0, not {plan.stall_timeout_s}", "stall_timeout_s")
-    if not 0 <= plan.max_failed <= 1:
-        problems.add(f"max_failed is a share from 0 to 1, not {plan.max_failed}", "max_failed")
-    sizes = {rollout.group_size for rollout in plan.rollouts if takes_trained(rollout.partitions)}
+        if (getattr(options, name) or 0) > MOST:
+            problems.add(f"{name} is {getattr(options, name)}, and at most {MOST}", name)
+    for name, least in {"seed": 0, "steps": 1, "epochs": 1}.items():
+        problems.check((name,), check_least, least, **{name: getattr(options, name)})
+    problems.check(("stall_timeout_s",), check_above, 0, stall_timeout_s=options.stall_timeout_s)
+    if not 0 <= options.max_failed <= 1:
+        problems.add(f"max_failed is a share from 0 to 1, not {options.max_failed}", "max_failed")
+    sizes = sorted({rollout.group_size for rollout in plan.rollouts if takes_trained(rollout.partitions)})
     if len(sizes) > 1:
-        listed = " and ".join(map(str, sorted(sizes)))
-        text = f"rollouts have group_size {listed}: a prompt has one number of responses; give all the same"
-        problems.add(text, "rollout", 1, "group_size")
-    if plan.batch_size < 1 or plan.batch_size % size:
-        near = max(size, round(plan.batch_size / size) * size)
-        text = f"batch_size={plan.batch_size} is not a multiple of group_size={size}; use {near}"
+        text = f"rollouts have group_size {' and '.join(map(str, sizes))}: a prompt has one number of responses"
+        problems.add(f"{text}; give all the same", "rollout", 1, "group_size")
+    if rows < 1 or rows % size:
+        near = max(size, round(rows / size) * size)
+        problems.add(f"batch_size={rows} is not a multiple of group_size={size}; use {near}", "batch_size")
+    if rows < train.world_size:
+        text = f"a step of {rows} rows cannot be dealt out to world_size={train.world_size} ranks"
         problems.add(text, "batch_size")
-    if plan.batch_size < plan.train.world_size:
-        problems.add(
-            f"a step of {plan.batch_size} rows cannot be dealt out to world_size={plan.train.world_size} ranks",
-            "batch_size",
-        )
-    if (plan.train.part_rows or 0) > plan.batch_size:
-        text = f"part_rows={plan.train.part_rows} is more than a step has: batch_size={plan.batch_size}"
+    if (train.part_rows or 0) > rows:
+        text = f"part_rows={train.part_rows} is more than a step has: batch_size={rows}"
         problems.add(text, "train", "part_rows")
-    if plan.train.place.max_restarts and plan.checkpoint is None:
-        problems.add(
-            f"train has max_restarts={plan.train.place.max_restarts}, and a trainer that is started again without a"
-            " checkpoint has lost what it learned; say checkpoint=af.Checkpoint(every=50), or leave max_restarts out",
-            "train", "max_restarts",
-        )  # fmt: skip
-    if plan.train.algorithm is not None:
+    if restarts and options.checkpoint is None:
+        text = f"train has max_restarts={restarts}, and a trainer that is started again without a checkpoint has lost"
+        cure = "say checkpoint=af.Checkpoint(every=50), or leave max_restarts out"
+        problems.add(f"{text} what it learned; {cure}", "train", "max_restarts")
+    if train.algorithm is not None:
         with problems.collect("rollout", 0, "group_size"):
-            plan.train.algorithm.check(group_size=size)
+            train.algorithm.check(group_size=size)
 
 
 def _check_supply(plan: Plan, problems: Problems) -> None:
-    size = plan.rollout.group_size
-    if plan.epochs and plan.stream is None and plan.data.rows * size * plan.epochs < plan.batch_size:
-        rows = plan.data.rows * size * plan.epochs
+    rows, size, epochs = plan.options.batch_size, plan.rollout.group_size, plan.options.epochs
+    fed = plan.data.rows * size * (epochs or 0)
+    if epochs and plan.stream is None and fed < rows:
         problems.add(
-            f"a step has {plan.batch_size} rows, and {plan.data.rows} prompts in groups of {size} give {rows} in"
-            f" epochs={plan.epochs}: no step can fill; use batch_size={rows} or less, more prompts, or more epochs",
+            f"a step has {rows} rows, and {plan.data.rows} prompts in groups of {size} give {fed} in epochs={epochs}: no"
+            f" step can fill; use batch_size={fed} or less, more prompts, or more epochs",
             "batch_size",
         )
 
@@ -233,15 +237,15 @@ def _check_engine(
             options["algorithm"] = spec.algorithm
         for option, text in odd_options(spec.engine, factory, options, inspect.signature(type(spec)).parameters):
             problems.add(text, *key, option)
-        if needs_trust(spec.model, factory) and not spec.options.get("trust_remote_code"):
+        if _needs_trust(spec.model, factory) and not spec.options.get("trust_remote_code"):
             problems.add(
                 f"{kind} model {spec.model!r} is of a type that transformers lacks, and {OWN_CODE}", *key, "model"
             )
 
 
 def _check_stream(train: Train) -> None:
-    """Refuse steps in parts for an engine or an algorithm that needs whole steps, as far as this is
-    known here; the worker asks its engine again."""
+    """Refuse steps in parts for an engine or an algorithm that needs whole steps, as far as this is known here; the
+    worker asks its engine again."""
     if not train.stream:
         return
     reason = train.algorithm.whole_step if train.algorithm is not None else ""
@@ -283,19 +287,6 @@ def _lacks_model(spec: Rollout | Train | Logprobs | Generate) -> bool:
     return bool(spec.model) and not Path(spec.model, "config.json").is_file()
 
 
-def _check_here(stage: Stage, problems: Problems, *key: str | int) -> None:
-    """Refuse a placement for a function that only the driver can run."""
-    place = stage.place
-    own = place.python or place.env or place.cpus or place.gpus or place.hosts or place.launcher != "process"
-    if stage.here and own:
-        problems.add(
-            f"stage {stage.task!r} has a function that no other process can import, so it runs in the driver's,"
-            " and has no place of its own: put the function into a module, or leave python=, env=, cpus=, gpus=,"
-            " hosts= and launcher= out",
-            *key,
-        )
-
-
 def _check_columns(plan: Plan, problems: Problems) -> None:
     keys = {stage.task: key for stage, key in zip(plan.stages, plan.stage_keys, strict=True)}
     with problems.collect("rollout"):
@@ -326,14 +317,13 @@ def _check_columns(plan: Plan, problems: Problems) -> None:
         problems.add("rollouts that share a task must have the same lease_s", "rollout")
 
 
-def _check_capacity(plan: Plan, needed: int, problems: Problems) -> None:
-    """``needed``: live rows that the staleness policy needs to fill every step."""
-    least = max(plan.batch_size, plan.rollout.group_size, needed)
+def _check_capacity(plan: Plan, problems: Problems) -> None:
+    rows, late = plan.options.batch_size, plan.staleness.max_staleness
+    least = max(rows, plan.rollout.group_size, rows_needed(plan.staleness, rows))
     if plan.capacity_rows < least:
         problems.add(
-            f"a queue of capacity_rows={plan.capacity_rows} is too small: steps of {plan.batch_size} rows at"
-            f" max_staleness={plan.staleness.max_staleness} cannot fill with fewer than {least}; leave it out"
-            f" ({plan.batch_size * (plan.staleness.max_staleness + AHEAD_STEPS)} rows then), or give more",
+            f"a queue of capacity_rows={plan.capacity_rows} is too small: steps of {rows} rows at max_staleness={late}"
+            f" cannot fill with fewer than {least}; leave it out ({rows * (late + AHEAD_STEPS)} rows then), or give more",
             "capacity_rows",
         )
 
@@ -372,7 +362,11 @@ def _check_weights(plan: Plan) -> None:
 
 def _check_guard(plan: Plan) -> None:
     """Refuse rollbacks of a run that may be resumed, if the best version ends with its trainer."""
-    if plan.evaluation is None or plan.evaluation.rollback_margin is None or plan.checkpoint is None:
+    if (
+        plan.options.evaluate is None
+        or plan.options.evaluate.rollback_margin is None
+        or plan.options.checkpoint is None
+    ):
         return
     if registry().declared("transport", plan.transport, "outlives") == ():
         raise ConfigError(
@@ -447,155 +441,53 @@ def _check_sampling(spec: Rollout | Generate, sampling: Sampling) -> None:
         with_stop_ids(sampling, Tokenizer(spec.tokenizer) if spec.tokenizer and sampling.stop else None)
 
 
-def _check_ids(name: str, data: Batch, rollout: Rollout) -> None:
-    """Check prompts given as token ids."""
-    if rollout.prompt != "prompt_ids" or rollout.prompt not in data:
-        return
-    try:
-        token_ids(data, rollout.prompt)
-    except SchemaError as error:
-        raise ConfigError(f"{name}s: {error}") from None
+def _check_folders(plan: Plan, problems: Problems) -> None:
+    """Find a quantised folder of the trainer, rollouts with other tensors in their folder than the trainer's, by name
+    and shape, and folders with a tied configuration and another ``lm_head``.
+
+    Reads headers only, and the bytes of a tied ``lm_head``, which a folder may also lack. Numbers are not compared: a
+    rollout loads a version before its first prompt, except tensors that training leaves out. Folders of other hosts
+    and folders without safetensors are not compared."""
+    read: dict[str, ModelFolder] = {}
+
+    def folder_of(spec: Rollout | Train, *key: str | int) -> ModelFolder | None:
+        here = is_checked_here(spec.task) and not spec.place.hosts and spec.model
+        path = os.path.realpath(spec.model)
+        if not here or not any(Path(path, name).is_file() for name in WEIGHTS):  # for its engine to judge
+            return None
+        with problems.collect(*key, "model"):
+            read[path] = read.get(path) or ModelFolder(spec.model)
+        return read.get(path)
+
+    trained = folder_of(plan.train, "train")
+    if trained is not None:
+        with problems.collect("train", "model"):
+            trained.check_unquantised()
+    for number, rollout in enumerate(plan.rollouts):
+        served = folder_of(rollout, "rollout", number)
+        with problems.collect("rollout", number, "model"):
+            if served is not None and trained is not None and served is not trained:
+                _compare(rollout.task, served, trained)
 
 
-def _check_lengths(plan: Plan, rollout: Rollout, name: str, data: Batch) -> None:
-    """Find prompts that cannot be encoded, have tokens without an embedding, or leave no room for a
-    response, if tokenizer, vocabulary and context are known here."""
-    if rollout.prompt not in data:
-        return
-    if rollout.chat is not None and isinstance(rollout.chat.tools, str) and rollout.chat.tools not in data:
-        return  # the check of the columns reports it
-    is_ids = data.spec(rollout.prompt).kind not in ("text", "json")
-    encoder: PromptEncoder | None = None
-    most = plan.prompt_limit(rollout, name)
-
-    def _length(row: Batch) -> int:
-        return int(row.ragged(rollout.prompt).lengths[0]) if encoder is None else encoder.length(row, rollout.prompt)
-
-    if is_ids:
-        lengths = _lengths(data.ragged(rollout.prompt), np.arange(data.rows), rollout, name)
-    elif rollout.tokenizer:
-        try:
-            encoder = PromptEncoder(Tokenizer(rollout.tokenizer), rollout.chat)
-            lengths = _lengths_of_texts(plan, rollout, encoder, MOST if most is None else most, name, data)
-        except PluginError:  # this environment has no tokenizers: the worker checks
-            return
-    else:
-        return
-    if not lengths.all():
-        empty = int((lengths == 0).argmax())
-        raise ConfigError(f"{name}s: record {empty}: column {rollout.prompt!r} is empty: it has no token")
-    if most is None:
-        return
-    context = int(rollout.config["max_position_embeddings"])
-    if most < 1:
+def _compare(task: str, served: ModelFolder, trained: ModelFolder) -> None:
+    """Raise ConfigError with all differences."""
+    if found := served.differences(trained, served.folder, trained.folder):
+        listed = "\n  ".join(found[:_SHOWN])
+        more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise ConfigError(
-            f"max_tokens={context - most} leaves no room for a prompt: the model's context is {context};"
-            f" say sampling=af.Sampling(max_tokens={max(context // 2, 1)})"
+            f"rollout {task!r} has the model {served.folder}, whose weights are not those of {trained.folder}, which"
+            f" train publishes; give both the same model=:\n  {listed}{more}"
         )
-    if plan.stream is not None and name == PROMPT:  # its later records, and with "error" the first ones
-        if plan.long_prompts != "truncate_left":
-            plan.stream.limit(_length, most)
-        elif is_ids:  # texts are not encoded here only to find the empty ones
-            plan.stream.limit(_length, MOST)
-            plan.stream.cut(most)
-        if plan.long_prompts != "error":
-            return
-    odd = np.flatnonzero(lengths > most)
-    if not len(odd):
-        return
-    first = int(odd[0])
-    text = (
-        f"{name} {first} has {lengths[first]} tokens, and {len(odd)} of {len(lengths)} prompts do not fit: with"
-        f" max_tokens={context - most} a prompt may have 1 to {most} tokens, since the"
-        f" model's context is {context}"
-    )
-    if plan.long_prompts == "error" or (plan.long_prompts == "drop" and len(odd) == len(lengths)):
-        others = "'truncate_left' cuts their beginnings off"
-        if plan.long_prompts == "error":
-            others = f"'drop' leaves such prompts out, {others}"
-        raise ConfigError(f"{text}; long_prompts={others}")
-    if plan.long_prompts == "drop":
-        plan.change_prompts(name, data.take(lengths <= most))
-    elif is_ids:
-        plan.change_prompts(name, cut_prompts(data, rollout.prompt, most))
-    plan.warn(f"{text}; {'they are left out' if plan.long_prompts == 'drop' else 'their beginnings are cut off'}")
 
 
-def _lengths(encoded: Ragged, rows: npt.NDArray[np.int64], rollout: Rollout, name: str) -> npt.NDArray[np.int64]:
-    """Return the number of tokens of each prompt. Raises ConfigError for tokens without an embedding."""
-    vocabulary = rollout.config.get("vocab_size")
-    beyond = encoded.values >= vocabulary if isinstance(vocabulary, int) else np.zeros(0, np.bool_)
-    if encoded.values.ndim == 1 and beyond.any():
-        first = int(beyond.argmax())
-        row = rows[int(np.searchsorted(encoded.offsets, first, side="right")) - 1]
-        raise ConfigError(
-            f"{name} {row} has token {encoded.values[first]}, and the embedding of {rollout.model} has {vocabulary}"
-            f" tokens. {_RESIZE}"
-        )
-    return encoded.lengths
-
-
-def _lengths_of_texts(
-    plan: Plan, rollout: Rollout, encoder: PromptEncoder, most: int, name: str, data: Batch
-) -> npt.NDArray[np.int64]:
-    """Encode a sample of the prompts, and all possibly too long ones. Return the number of tokens of each, 1 of
-    others. A worker puts aside a prompt it cannot encode. Raises ConfigError if these are more than
-    ``max_failed``."""
-    tokenizer, vocabulary, refused = encoder.tokenizer, rollout.config.get("vocab_size"), dict[int, str]()
-    column = data.columns[rollout.prompt]
-    assert column.offsets is not None
-    sizes = np.diff(column.offsets)
-    lengths = np.ones(len(sizes), np.int64)
-
-    def _encode(rows: npt.NDArray[np.int64]) -> Ragged:
-        encoded = encoder.encode_rows(data.take(rows), rollout.prompt)
-        refused.update({int(row): str(e) for row, e in zip(rows, encoded, strict=True) if isinstance(e, SchemaError)})
-        ids = Ragged.of([_NO_IDS if isinstance(each, SchemaError) else each for each in encoded], np.int32)
-        lengths[rows] = [
-            1 if row in refused else length
-            for row, length in zip(rows, _lengths(ids, rows, rollout, name), strict=True)
-        ]
-        return ids
-
-    count = min(len(sizes), ENCODED_AT_ONCE)
-    sample = np.arange(count) * len(sizes) // count
-    ids = _encode(sample)
-    larger = isinstance(vocabulary, int) and tokenizer.size > vocabulary
-    more = max(int((ids.lengths - sizes[sample]).max()), 0)  # tokens of a template; no tokenizer makes two of a byte
-    doubtful = (sizes == 0) | (sizes + more > (0 if larger else most))
-    doubtful[sample] = False
-    rest = np.flatnonzero(doubtful)
-    for start in range(0, len(rest), ENCODED_AT_ONCE):
-        _encode(rest[start : start + ENCODED_AT_ONCE])
-    if refused:
-        row = min(refused)
-        text = f"{name} {row}: {refused[row]}"
-        if len(refused) > plan.max_failed * (count + len(rest)):
-            raise ConfigError(f"{name}s: {text}")
-        plan.warn(
-            f"{len(refused)} of {count + len(rest)} {name}s are put aside, since they cannot be encoded: {text}"
-        )
-    if larger:
-        plan.warn(
-            f"{tokenizer.file} has {tokenizer.size} tokens, and the embedding of {rollout.model} {vocabulary}: a text"
-            f" with one of the others fails. {_RESIZE}"
-        )
-    _warn_of_tokens(plan, rollout, tokenizer, ids, data.take(sample))
-    return lengths
-
-
-def _warn_of_tokens(plan: Plan, rollout: Rollout, tokenizer: Tokenizer, ids: Ragged, sample: Batch) -> None:
-    """Warn of special tokens in texts."""
-    if tokenizer.is_doubled(ids):
-        plan.warn(
-            f"prompts of {rollout.task} begin with the token for the beginning of a text, and {tokenizer.file} adds"
-            " it once more: remove it from the prompts' text, or give token ids in a column prompt_ids"
-        )
-        return
-    taken = sample.take(ids.lengths > 0)  # the others are refused
-    texts = taken.texts(rollout.prompt) if taken.spec(rollout.prompt).kind == "text" else []
-    if rollout.chat is None and any(map(tokenizer.control.find, texts)):
-        plan.warn(
-            f"prompts of {rollout.task} are texts, and control tokens in them are read as such; in the texts of chats"
-            " they are not"
-        )
+def _needs_trust(model: str, factory: Callable[..., Any]) -> bool:
+    """True if an engine with the option trust_remote_code needs it: the folder has Python of its own for a model type
+    that transformers, found here without importing it, lacks."""
+    kind, own = own_model(model)
+    if not own or "trust_remote_code" not in inspect.signature(factory).parameters:
+        return False
+    found = importlib.util.find_spec("transformers")
+    places = (found.submodule_search_locations if found is not None else None) or ()
+    models = [file for each in places if (file := Path(each, "models", "auto", "modeling_auto.py")).is_file()]
+    return bool(models) and not any(f'"{kind}"' in each.read_text() for each in models)

@@ -1,4 +1,5 @@
-"""Choices: the transport of weights, and the policy of loading them, by what engines and transports declare.
+"""Choices: the transport of weights and the policy of loading them, by what engines and transports declare; and the
+staleness policy.
 
 They declare it in ``Capabilities`` and ``AdapterSpec.can``. Each choice has a reason. An impossible request is
 refused with the reason: by the driver as far as it knows, else by the engine's worker before it takes a prompt.
@@ -6,12 +7,17 @@ refused with the reason: by the driver as far as it knows, else by the engine's 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from ...errors import ConfigError
-from ...plugins import registry
-from ...types import Weights
+from ...interfaces import StalenessPolicy
+from ...ledger.staleness import make_policy
+from ...plugins import import_name, registry
+from ...queue.client import policy_spec
+from ...types import Staleness, Weights
+from ...types.tasks import PolicySpec
 from ...types.validation import check_types
 from ...weights import AUTO
 
@@ -83,8 +89,8 @@ def choose_encoding(transport: str, weights: Weights) -> Choice | None:
 def choose_swap(
     name: str, can: Collection[str], asked: str = AUTO, *, token_versions: bool = True, verify: Sequence[str] = ()
 ) -> Choice:
-    """Choose when an engine loads new weights. ``can``: ``Capabilities.swap``. Raises ConfigError
-    for a policy the engine does not support."""
+    """Choose when an engine loads new weights. ``can``: ``Capabilities.swap``. Raises ConfigError for a policy the
+    engine does not support."""
     can_do = ", ".join(sorted(can))
     if asked != AUTO:
         check_types(Weights, {"swap": asked})
@@ -107,3 +113,45 @@ def choose_swap(
     but = "" if token_versions else ", and does not say which version drew which token"
     but += ', and verify="probe" needs an engine in which nothing runs' if "probe" in verify else ""
     raise ConfigError(f"{name} cannot be given new weights: it can load them {can_do or 'never'}{but}")
+
+
+# ---- staleness policies named by a driver: installed ones by name, others of its own process
+
+Own: TypeAlias = dict[str, Callable[..., StalenessPolicy]]
+Named: TypeAlias = str | Callable[..., StalenessPolicy]
+Policy: TypeAlias = Named | tuple[Named, Mapping[str, Any]]
+"""A name, "module:name", a class; or one of these and options."""
+
+
+def find_policy(policy: Any) -> tuple[PolicySpec, Own]:
+    """Return a policy's name and options for the ledger, and its factory unless it is installed.
+
+    ``policy``: a name; "module:name", imported here and never in a server for a client; a class or another callable;
+    or one of these and options. Raises ConfigError, and PluginError with the installed policies."""
+    of, options = policy if isinstance(policy, tuple) and len(policy) == 2 else (policy, {})
+    own: Own = {}
+    if isinstance(of, str) and ":" in of:
+        own[of] = import_name(of)
+    elif callable(of):
+        own[str(getattr(of, "__qualname__", type(of).__name__))] = of
+        (of,) = own
+    spec = policy_spec((of, options) if options else of)
+    if spec is None:
+        raise ConfigError("no staleness policy is named; the default is 'wait'")
+    make_policy(spec, own)
+    return spec, own
+
+
+def rule_of(staleness: Staleness) -> dict[str, Any]:
+    """Return the properties of a policy before a run, as plain data."""
+    spec, own = find_policy(staleness.policy)
+    made = make_policy(spec, own)
+    return {
+        "max_staleness": staleness.max_staleness, "policy": spec.name, "options": spec.options,
+        "promise": made.promise, "bounded": made.bounded,
+    }  # fmt: skip
+
+
+def rows_needed(staleness: Staleness, batch_rows: int) -> int:
+    """Return the least capacity of a queue in rows. Raises ConfigError, PluginError."""
+    return make_policy(*find_policy(staleness.policy)).least_rows(batch_rows, staleness.max_staleness)

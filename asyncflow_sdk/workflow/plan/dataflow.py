@@ -10,7 +10,8 @@ from __future__ import annotations
 import difflib
 import itertools
 import keyword
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
 from ...errors import SchemaError
@@ -75,7 +76,7 @@ class Dataflow:
             for column in node.needs:
                 if column in self.givers:
                     found.setdefault((self.givers[column], node.task), []).append(column)
-        order = [PROMPTS, *self.order()]
+        order = [PROMPTS, *TopologicalSorter(self._waits()).static_order()]
         edges = [Edge(giver, taker, tuple(columns)) for (giver, taker), columns in found.items()]
         return sorted(edges, key=lambda edge: (order.index(edge.giver), order.index(edge.taker)))
 
@@ -85,34 +86,27 @@ class Dataflow:
         needed = {column for node in self.nodes for column in node.needs}
         return {column: giver for column, giver in self.givers.items() if giver != PROMPTS and column not in needed}
 
-    def order(self) -> list[str]:
-        """Return the tasks, each after its dependencies; tasks of a cycle last."""
-        left, there, order = list(self.nodes), {PROMPTS}, list[str]()
-        while left:
-            able = [n for n in left if all(self.givers.get(c, PROMPTS) in there for c in n.needs)] or left
-            order += [node.task for node in able]
-            there |= {node.task for node in able}
-            left = [node for node in left if node not in able]
-        return order
-
     def problems(self) -> list[Problem]:
         """Return all problems."""
         names = [node.task for node in self.nodes]
         same = [name for name in dict.fromkeys(names) if names.count(name) > 1]
-        return [
-            *map(same_name, same),
-            *(
-                Problem(
-                    second,
-                    f"column {column!r} is given by {_task(first)} and by {_task(second)}, and can be written"
-                    " once: say other names in gives= of one",
-                )
-                for column, first, second in self._twice
-            ),
-            *self._misnamed(),
-            *self._missing(),
-            *([] if same else self._cycles()),
+        twice = [
+            Problem(
+                second,
+                f"column {column!r} is given by {_task(first)} and by {_task(second)}, and can be written once: say other"
+                " names in gives= of one",
+            )
+            for column, first, second in self._twice
         ]
+        cycles = [] if same else self._cycles()
+        return [*map(same_name, same), *twice, *self._misnamed(), *self._missing(), *cycles]
+
+    def _waits(self) -> dict[str, dict[str, str]]:
+        """The tasks that each task waits for, with a column given by each of them."""
+        return {
+            node.task: {self.givers[c]: c for c in node.needs if self.givers.get(c, PROMPTS) != PROMPTS}
+            for node in self.nodes
+        }
 
     def _misnamed(self) -> list[Problem]:
         """Find invalid column names, each once, with its first task."""
@@ -149,47 +143,26 @@ class Dataflow:
         return f" (did you mean {near[0]!r}, of {_task(self.givers[near[0]])}?{cure})"
 
     def _cycles(self) -> list[Problem]:
-        """Find each cycle once, with its edges."""
-        waits = {
-            node.task: {self.givers[c]: c for c in node.needs if self.givers.get(c, PROMPTS) != PROMPTS}
-            for node in self.nodes
-        }
-        found, done = list[Problem](), set[str]()
-        for start in waits:
-            path, at = list[str](), start
-            while at not in path and at not in done and (onward := _towards(at, waits)) is not None:
-                path.append(at)
-                at = onward
-            done |= set(path)
-            if at in path:
-                ring = [*path[path.index(at) :], at]
-                steps = [f"{_task(a)} needs {waits[a][b]!r} of {_task(b)}" for a, b in itertools.pairwise(ring)]
-                text = f"columns wait for each other: {', '.join(steps)}. Leave one of these needs out"
-                own = [name for a in path for name in waits[a].values() if self.givers.get(DATA + name) == PROMPTS]
-                text += "".join(
-                    f", or name it {DATA + name!r}, as the column of the data is named here" for name in own
-                )
-                found.append(Problem(at, text))
+        """Find cycles, with their edges, until the tasks of no cycle are left."""
+        waits, found = self._waits(), list[Problem]()
+        while waits:
+            try:
+                TopologicalSorter(waits).prepare()
+                break
+            except CycleError as error:
+                ring: list[str] = error.args[1][::-1]  # each task waits for the next
+            steps = [f"{_task(a)} needs {waits[a][b]!r} of {_task(b)}" for a, b in itertools.pairwise(ring)]
+            text = f"columns wait for each other: {', '.join(steps)}. Leave one of these needs out"
+            own = [name for a in ring[1:] for name in waits[a].values() if self.givers.get(DATA + name) == PROMPTS]
+            text += "".join(f", or name it {DATA + name!r}, as the column of the data is named here" for name in own)
+            found.append(Problem(ring[0], text))
+            waits = {task: needs for task, needs in waits.items() if task not in ring}
         return found
 
 
-def _towards(task: str, waits: Mapping[str, Mapping[str, str]]) -> str | None:
-    """Return a dependency of ``task`` in a cycle with it; None without a cycle."""
-    for onward in waits[task]:
-        seen, left = set[str](), [onward]
-        while left:
-            at = left.pop()
-            if at == task:
-                return onward
-            if at not in seen:
-                seen.add(at)
-                left += waits[at]
-    return None
-
-
 def _giver(column: str) -> str:
-    """Return a hint for the task that gives a column, or "". Log-probs of a reference are never the
-    rollout's: with these a KL penalty would compare the policy with itself."""
+    """Return a hint for the task that gives a column, or "". Log-probs of a reference are never the rollout's: with
+    these a KL penalty would compare the policy with itself."""
     if column == "reward":
         return "reward=FUNCTION gives it"
     if column.endswith("_logprobs"):

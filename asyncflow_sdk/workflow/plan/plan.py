@@ -8,21 +8,24 @@ asked in its worker, before its first prompt.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from ...errors import ConfigError, PluginError
-from ...interfaces import OnFailure
+from ...interfaces import OnFailure, QueueOptions
 from ...plugins import registry
 from ...types import Batch, Checkpoint, Probe, Staleness, Store, Weights
-from ...types.config import validate_probe
+from ...types.config import LOCAL, validate_probe
+from ...types.defaults import MAX_FAILED, STALL_S
+from ...types.validation import check_least
 from ...weights import AUTO
 from ...wire import is_loopback
-from ..data import LongPrompts, PromptStream, Selection
+from ..data import LongPrompts, Prompts, PromptStream, Selection
 from ..evaluation import EVALUATION, SCORES, Evaluation
+from ..events.trackers import Tracked
 from ..rollout.tokenizer import named_end_tokens
 from ..specs import TRAINED, Rollout, Stage, Train, takes_trained
 from ..workers.launchers import reaches_hosts
@@ -39,42 +42,62 @@ PROBE_TOLERANCE, ROUNDED_PROBE_TOLERANCE = 0.01, 2.0
 tiny models: at most 0.6 in bfloat16, and 3 and more by other weights."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class WorkflowOptions:
+    """The arguments of ``Workflow``, which describes them."""
+
+    prompts: Prompts
+    rename: Mapping[str, str] | None = None
+    long_prompts: LongPrompts = "error"
+    rollout: Rollout | Sequence[Rollout]
+    train: Train
+    batch_size: int
+    steps: int
+    reward: Callable[..., Any] | Stage | Sequence[Any] | None = None
+    stages: Sequence[Stage] = ()
+    staleness: Staleness | None = None
+    weights: Weights | None = None
+    epochs: int | None = None
+    seed: int | None = None
+    on_failure: OnFailure = "stop"
+    max_failed: float = MAX_FAILED
+    capacity_rows: int | None = None
+    checkpoint: Checkpoint | None = None
+    evaluate: Evaluation | None = None
+    save_steps: int | None = None
+    save_total_limit: int | None = None
+    store: str | Store = LOCAL
+    stall_timeout_s: float = STALL_S
+    track: Tracked | Sequence[Tracked] = ()
+    address: str | None = None
+    advertise: str | None = None
+
+    def __post_init__(self) -> None:
+        check_least(1, save_steps=self.save_steps or 1, save_total_limit=self.save_total_limit or 1)
+
+
 @dataclass(kw_only=True)
 class Plan:
-    """The settings of ``Workflow`` with all defaults filled in.
+    """The parts of a workflow with all defaults filled in, beside its ``options``.
 
-    ``data``: the prompts, without ``left_out`` ones; of a ``stream`` its first ones. ``columns``: the selection with
-    all its names. ``held_out``: those of the ``evaluation``. ``reward``: True if the first stage is the workflow's
-    ``reward``. ``problems``: found so far. ``transport``: of the weights. ``swaps``: the swap policy of each rollout;
-    "auto": its worker asks the engine. ``choices``: all choices, with reasons. ``probe``: the chosen one."""
+    ``data``: the prompts, without ``left_out`` ones; the first ones of a ``stream``. ``columns``: the selection with
+    all its names. ``held_out``: the prompts of the evaluation. ``problems``: errors found so far. ``transport``: the
+    chosen one. ``swaps``: the swap policy of each rollout; "auto": its worker asks the engine. ``choices``: all
+    choices, with reasons. ``probe``: the chosen one."""
 
+    options: WorkflowOptions
     data: Batch
-    long_prompts: LongPrompts
     columns: Selection
     stream: PromptStream | None
     rollouts: tuple[Rollout, ...]
     stages: tuple[Stage, ...]
-    reward: bool
     train: Train
-    batch_size: int
-    steps: int
-    epochs: int | None
-    seed: int | None
     staleness: Staleness
     weights: Weights
     capacity_rows: int
-    on_failure: OnFailure
-    max_failed: float
-    checkpoint: Checkpoint | None
-    evaluation: Evaluation | None
     held_out: Batch | None
-    save_steps: int | None
-    save_total_limit: int | None
     store: Store
-    stall_timeout_s: float
     trackers: list[Any]
-    address: str | None = None
-    advertise: str | None = None
     problems: Problems = field(default_factory=Problems)
     transport: str = AUTO
     swaps: tuple[str, ...] = ()
@@ -106,8 +129,9 @@ class Plan:
         """Return the most tokens of a prompt that leave room for a response; None if the context is unknown.
         ``name``: of the prompts, PROMPT or HELD_OUT; "": of both, the smaller limit."""
         context, most = rollout.config.get("max_position_embeddings"), rollout.sampling.max_tokens
-        if self.evaluation is not None and EVALUATION in rollout.partitions and rollout.admits and name != PROMPT:
-            held_out = self.evaluation.sampling_of(rollout).max_tokens
+        evaluation = self.options.evaluate
+        if evaluation is not None and EVALUATION in rollout.partitions and rollout.admits and name != PROMPT:
+            held_out = evaluation.sampling_of(rollout).max_tokens
             most = held_out if name == HELD_OUT else max(most, held_out)
         return context - most if isinstance(context, int) else None
 
@@ -119,8 +143,22 @@ class Plan:
     @property
     def stage_keys(self) -> list[Key]:
         """The key of each stage, for problems."""
-        rewards: list[Key] = [("reward",)] if self.reward else []
+        rewards: list[Key] = [("reward",)] if self.options.reward is not None else []
         return [*rewards, *(("stages", number) for number in range(len(self.stages) - len(rewards)))]
+
+    @property
+    def limits(self) -> QueueOptions:
+        """The limits of the run's queue."""
+        return {
+            "steps": self.options.steps,
+            "capacity_rows": self.capacity_rows,
+            "max_staleness": self.staleness.max_staleness,
+            "staleness_policy": self.staleness.policy,
+            "keep_versions": self.weights.keep,
+            "max_swapping": self.weights.max_swapping,
+            "quorum": self.weights.quorum,
+            "checkpoints": self.options.checkpoint is not None,
+        }
 
     @property
     def chosen_weights(self) -> Weights:
@@ -131,8 +169,8 @@ class Plan:
 
     @property
     def nodes(self) -> list[Node]:
-        """All tasks; rollouts that share a task are one. Raises ConfigError if these need or give
-        different columns."""
+        """All tasks; rollouts that share a task are one. Raises ConfigError if these need or give different
+        columns."""
         nodes: dict[str, Node] = {}
         listed: list[Node] = []
         for rollout in self.rollouts:
@@ -149,7 +187,7 @@ class Plan:
                     " both, let both engines give the same columns (sampling_mask), or give one another task="
                 )
         listed += [Node(stage.task, stage.needs, stage.gives, stage.partitions) for stage in self.stages]
-        if self.evaluation is not None:
+        if self.options.evaluate is not None:
             listed.append(Node(SCORES.name, SCORES.needs, (), SCORES.partitions))
         return [*listed, Node(self.train.task, self.train.needs)]
 
@@ -160,8 +198,8 @@ class Plan:
 
     @property
     def other_dataflows(self) -> dict[str, Dataflow]:
-        """The tasks of each other partition. Columns that no task gives count as put by others, except in the partition
-        of an evaluation: its prompts are known."""
+        """The tasks of each other partition. Columns that no task gives count as put by others, except in the
+        partition of an evaluation: its prompts are known."""
         nodes, found = self.nodes, {}
         for partition in dict.fromkeys(
             each for node in nodes for each in node.partitions if each not in ("*", *TRAINED)
@@ -269,8 +307,8 @@ class Plan:
         for place in (*(each.place for each in self.rollouts), self.train.place):
             if reaches_hosts(place):
                 return f"launcher {place.launcher!r} may start workers on other hosts"
-        if self.address is not None and not is_loopback(self.address):
-            return f"workers of other hosts may join at {self.address}"
+        if self.options.address is not None and not is_loopback(self.options.address):
+            return f"workers of other hosts may join at {self.options.address}"
         return ""
 
     def _with_device(self, choice: Choice) -> Choice:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from typing import Any
 
 from ...errors import AsyncFlowError, ConfigError, PluginError
 from ...interfaces import Launcher, Placement
@@ -30,8 +31,8 @@ def error_sink(sink: ErrorSink) -> Iterator[None]:
 
 @contextlib.contextmanager
 def for_role(task: str) -> Iterator[None]:
-    """Check workflows made in this block only for the role ``task``: the others are on other hosts.
-    Placements are checked when the role starts."""
+    """Check workflows made in this block only for the role ``task``: the others are on other hosts. Placements are
+    checked when the role starts."""
     before = _role.set(task)
     try:
         yield
@@ -67,6 +68,11 @@ class Problems:
             yield
         except (ConfigError, PluginError) as error:
             self._add(error, key)
+
+    def check(self, key: Key, function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+        """Call a function, and add a ConfigError or PluginError of it."""
+        with self.collect(*key):
+            function(*arguments, **named)
 
     def launcher(self, place: Placement) -> Launcher:
         """Return the launcher of a placement, made once for all checks. Raises PluginError, ConfigError."""

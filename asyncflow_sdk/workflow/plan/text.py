@@ -10,63 +10,78 @@ from typing import Any
 import msgspec
 
 from ...interfaces import Placement
+from ...ledger import TaskSpec
 from ...types import Sampling
 from ..events.trackers import tracker_label
-from ..hub import snapshot_of
+from ..model_folder import snapshot_of
 from ..rewards import function_names
 from ..specs import TRAINED, Rollout, Stage, Train, takes_trained
-from ..work import Generate, Logprobs
+from ..work import EngineSpec, Generate, Logprobs
+from .choices import rule_of
 from .dataflow import PROMPTS
 from .plan import AHEAD_STEPS, Plan
-from .policy import rule_of
 
 
 def describe(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain data; see ``Workflow.describe``."""
-    rows = None if plan.stream else plan.data.rows
+    options, train = plan.options, plan.train
+    names = ("batch_size", "steps", "epochs", "seed", "on_failure", "max_failed", "stall_timeout_s", "save_steps")
+    trained = {"task": train.task, **_engine(train), "algorithm": _algorithm(train), "needs": train.needs}
+    trained |= {"part_rows": train.part_rows} if train.stream else {}
     return {
         "hub": dict(_models_of_the_hub(plan)),
-        "prompts": {"rows": rows, "columns": {n: str(c.spec) for n, c in plan.data.columns.items()}},
-        "rollout": [
-            {
-                "task": each.task, "engine": each.engine, "model": each.model, "options": each.options,
-                "group_size": each.group_size, "replicas": each.replicas, "sampling": msgspec.to_builtins(each.sampling),
-                "needs": each.declare().needs, "gives": each.declare().gives, "partitions": each.partitions, "place": _placed(each.place),
-            }
-            for each in plan.rollouts
-        ],
-        "stages": [
-            {
-                "task": each.task, "work": _worked(each), "needs": each.needs, "gives": each.gives,
-                "partitions": each.partitions, "place": _placed(each.place),
-            }
-            for each in plan.stages
-        ],
-        "train": {
-            "engine": plan.train.engine, "model": plan.train.model, "options": plan.train.options,
-            "algorithm": _algorithm(plan.train), **_ranks(plan.train),
-            **({"part_rows": plan.train.part_rows} if plan.train.stream else {}),
-            "needs": plan.train.needs, "place": _placed(plan.train.place, 0),
+        "prompts": {
+            "rows": None if plan.stream else plan.data.rows,
+            "columns": {name: str(column.spec) for name, column in plan.data.columns.items()},
         },
+        "rollout": [_rollout(each) for each in plan.rollouts],
+        "stages": [_stage(each) for each in plan.stages],
+        "train": {**trained, "place": _placed(train.place, 0)},
         "edges": [{"from": e.giver, "to": e.taker, "columns": e.columns} for e in plan.edges],
-        "batch_size": plan.batch_size, "steps": plan.steps, "epochs": plan.epochs, "seed": plan.seed,
-        "capacity_rows": plan.capacity_rows, "on_failure": plan.on_failure, "max_failed": plan.max_failed, "stall_timeout_s": plan.stall_timeout_s,
-        "store": msgspec.to_builtins(plan.store), "save_steps": plan.save_steps, "evaluation": evaluation_of(plan),
+        **{name: getattr(options, name) for name in names},
+        "capacity_rows": plan.capacity_rows,
+        "store": msgspec.to_builtins(plan.store),
+        "evaluation": _evaluation(plan),
         "track": [tracker_label(each) for each in plan.trackers],
-        "staleness": rule_of(plan.staleness), "weights": msgspec.to_builtins(plan.chosen_weights),
-        "choices": choices(plan),
-    }  # fmt: skip
+        "staleness": rule_of(plan.staleness),
+        "weights": msgspec.to_builtins(plan.chosen_weights),
+        "choices": _choices(plan),
+    }
 
 
-def evaluation_of(plan: Plan) -> dict[str, Any] | None:
-    """Return the evaluation as plain data."""
-    each = plan.evaluation
+def _rollout(each: Rollout) -> dict[str, Any]:
+    spec = each.declare()
+    made = {"task": each.task, **_engine(each), "group_size": each.group_size, "replicas": each.replicas}
+    return made | _columns(spec) | {"place": _placed(each.place)}
+
+
+def _stage(each: Stage) -> dict[str, Any]:
+    work: dict[str, Any] = {"function": each.path or function_names(each.work), "process": not each.here}
+    if isinstance(each.work, EngineSpec):
+        work = {type(each.work).__name__: _engine(each.work)}
+    return {"task": each.task, "work": work, **_columns(each), "place": _placed(each.place)}
+
+
+def _engine(spec: EngineSpec) -> dict[str, Any]:
+    described: dict[str, Any] = {"engine": spec.engine, "model": spec.model, "options": spec.options}
+    if isinstance(spec, (Rollout, Generate)):
+        described["sampling"] = msgspec.to_builtins(spec.sampling)
+    elif isinstance(spec, (Train, Logprobs)) and spec.world_size > 1:
+        described["world_size"] = spec.world_size
+    return described
+
+
+def _columns(spec: TaskSpec | Stage) -> dict[str, Any]:
+    return {"needs": spec.needs, "gives": spec.gives, "partitions": spec.partitions}
+
+
+def _evaluation(plan: Plan) -> dict[str, Any] | None:
+    each = plan.options.evaluate
     if each is None or plan.held_out is None:
         return None
-    return {
-        "prompts": plan.held_out.rows, "every": each.every, "samples": each.samples, "aside": each.rollout is not None,
-        "rollback_margin": each.rollback_margin, "early_stopping_patience": each.early_stopping_patience,
-    }  # fmt: skip
+    names = ("every", "samples", "rollback_margin", "early_stopping_patience")
+    own = {name: getattr(each, name) for name in names}
+    return {"prompts": plan.held_out.rows, "aside": each.rollout is not None, **own}
 
 
 def _placed(place: Placement, max_restarts: int = Placement.max_restarts) -> dict[str, Any]:
@@ -77,37 +92,35 @@ def _placed(place: Placement, max_restarts: int = Placement.max_restarts) -> dic
     return {name: value for name, value in given.items() if value != usual[name] and value != []}
 
 
+def _algorithm(train: Train) -> dict[str, Any]:
+    """Return the algorithm's options by its name."""
+    made = train.algorithm
+    if made is not None and dataclasses.is_dataclass(made):
+        return {type(made).__name__: msgspec.to_builtins(dataclasses.asdict(made))}
+    return {train.algorithm_spec.label: train.algorithm_spec.options}
+
+
 def _models_of_the_hub(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield name and commit of each model of the Hugging Face Hub."""
-    work = [stage.work for stage in plan.stages]
-    for each in (*plan.rollouts, plan.train, *(of for of in work if isinstance(of, (Logprobs, Generate)))):
-        if found := snapshot_of(each.model):
+    for each in (*plan.rollouts, plan.train, *(stage.work for stage in plan.stages)):
+        if isinstance(each, EngineSpec) and (found := snapshot_of(each.model)):
             yield found
 
 
-def _worked(stage: Stage) -> dict[str, Any]:
-    work = stage.work
-    if isinstance(work, (Logprobs, Generate)):
-        more = {"sampling": msgspec.to_builtins(work.sampling)} if isinstance(work, Generate) else _ranks(work)
-        return {type(work).__name__: {"engine": work.engine, "model": work.model, "options": work.options, **more}}
-    return {"function": stage.path or function_names(work), "process": not stage.here}
-
-
 def plan_text(plan: Plan) -> str:
-    """Return tasks, columns and choices, one a line."""
-    of = "a stream of" if plan.stream else plan.data.rows
-    rows = f"{of} prompts: {', '.join(f'{n} ({c.spec})' for n, c in plan.data.columns.items())}"
-    tasks = [(PROMPTS, rows)]
-    tasks += [(each.task, _rollout(each)) for each in plan.rollouts]
-    tasks += [(each.task, _stage(each)) for each in plan.stages]
-    tasks.append((plan.train.task, _train(plan.train)))
-    arrows = [(e.giver, ", ".join(e.columns), e.taker) for e in plan.edges]
+    """Return tasks, columns and choices of ``describe``, one a line."""
+    known = describe(plan)
+    columns = ", ".join(f"{name} ({spec})" for name, spec in known["prompts"]["columns"].items())
+    tasks = [(PROMPTS, f"{'a stream of' if plan.stream else plan.data.rows} prompts: {columns}")]
+    parts = (*known["rollout"], *known["stages"], known["train"])
+    tasks += [(each["task"], _task_text(each)) for each in parts]
+    arrows = [(each["from"], ", ".join(each["columns"]), each["to"]) for each in known["edges"]]
     wide = max(len(name) for name, *_ in (*tasks, *arrows))
     most = max(len(columns) for _, columns, _ in arrows)
-    last = "" if plan.epochs is None else f", or {plan.epochs} epochs"
+    last = "" if known["epochs"] is None else f", or {known['epochs']} epochs"
     return "\n".join(
         [
-            f"{plan.steps} steps{last} of {plan.batch_size} rows, in groups of {plan.rollout.group_size}",
+            f"{known['steps']} steps{last} of {known['batch_size']} rows, in groups of {plan.rollout.group_size}",
             "",
             "tasks",
             *(f"  {name:{wide}}  {text}" for name, text in tasks),
@@ -116,130 +129,80 @@ def plan_text(plan: Plan) -> str:
             *(f"  {giver:>{wide}} ──{f' {columns} ':─^{most + 2}}──▶ {taker}" for giver, columns, taker in arrows),
             "",
             "chosen",
-            *(f"  {name}: {text}" for name, text in choices(plan).items()),
+            *(f"  {name}: {text}" for name, text in known["choices"].items()),
         ]
     )
 
 
-def _rollout(each: Rollout) -> str:
-    several = f" × {each.replicas}" if each.replicas > 1 else ""
-    return f"engine {each.engine}{several}{_of(each.model)}, {_sampled(each.sampling)}{_options(each.options)}{_where(each.place)}"
+def _task_text(part: dict[str, Any]) -> str:
+    """Return the work of a described task, and its place."""
+    work = part.get("work", part)
+    where = _listed(part["place"])
+    if "function" in work:
+        return f"function {work['function']}{'' if work['process'] else ' in a thread of the driver'}{where}"
+    if "Logprobs" in work:
+        return f"log-probs by {_engine_text(work['Logprobs'])}{where}"
+    if "Generate" in work:
+        return f"responses by {_engine_text(work['Generate'])}{where}"
+    return f"{_engine_text(part)}{where}"
 
 
-def _stage(stage: Stage) -> str:
-    work = stage.work
-    if isinstance(work, Logprobs):
-        engine = f"{work.engine}{_several(work)}{_of(work.model)}"
-        return f"log-probs by engine {engine}{_options(work.options)}{_where(stage.place)}"
-    if isinstance(work, Generate):
-        return (
-            f"responses by engine {work.engine}{_of(work.model)}, {_sampled(work.sampling)}{_options(work.options)}"
-            f"{_where(stage.place)}"
-        )
-    where = " in a thread of the driver" if stage.here else ""
-    return f"function {stage.path or function_names(work)}{where}{_where(stage.place)}"
+def _engine_text(of: dict[str, Any]) -> str:
+    ranks, replicas = of.get("world_size", 1), of.get("replicas", 1)
+    several = f" × {ranks} ranks" if ranks > 1 else f" × {replicas}" if replicas > 1 else ""
+    text = f"engine {of['engine']}{several}" + (f", model {of['model']}" if of["model"] else "")
+    if "sampling" in of:
+        text += f", temperature {of['sampling']['temperature']:g}, at most {of['sampling']['max_tokens']} tokens"
+    if "algorithm" in of:
+        text += f", {next(iter(of['algorithm']))}"
+    return text + _listed(of["options"])
 
 
-def _train(train: Train) -> str:
-    (algorithm,) = _algorithm(train)
-    return f"engine {train.engine}{_several(train)}{_of(train.model)}, {algorithm}{_options(train.options)}{_where(train.place, 0)}"
-
-
-def _ranks(of: Train | Logprobs) -> dict[str, Any]:
-    return {"world_size": of.world_size} if of.world_size > 1 else {}
-
-
-def _several(of: Train | Logprobs) -> str:
-    return f" × {of.world_size} ranks" if of.world_size > 1 else ""
-
-
-def _algorithm(train: Train) -> dict[str, Any]:
-    """Return the algorithm's name and options."""
-    made = train.algorithm
-    if made is not None and dataclasses.is_dataclass(made):
-        return {type(made).__name__: msgspec.to_builtins(dataclasses.asdict(made))}
-    return {train.algorithm_spec.label: train.algorithm_spec.options}
-
-
-def _of(model: str) -> str:
-    return f", model {model}" if model else ""
-
-
-def _sampled(sampling: Sampling) -> str:
-    return f"temperature {sampling.temperature:g}, at most {sampling.max_tokens} tokens"
-
-
-def _options(options: dict[str, Any]) -> str:
+def _listed(options: dict[str, Any]) -> str:
     return "".join(f", {name}={value!r}" for name, value in options.items())
 
 
-def _where(place: Placement, max_restarts: int = Placement.max_restarts) -> str:
-    return "".join(f", {name}={value!r}" for name, value in _placed(place, max_restarts).items())
-
-
-def choices(plan: Plan) -> dict[str, str]:
+def _choices(plan: Plan) -> dict[str, str]:
     """Return each choice, of the user or by default, with its reason or meaning."""
-    late, rule = plan.staleness.max_staleness, rule_of(plan.staleness)
+    late, rule, options = plan.staleness.max_staleness, rule_of(plan.staleness), plan.options
+    bound = f"{'at most' if rule['bounded'] else 'about'} {late} version{'' if late == 1 else 's'}"
+    failing = {"stop": "stops when a worker has failed", "continue": "goes on without a worker that has failed"}
     found = {
-        "staleness": f"{rule['policy']}, {'at most' if rule['bounded'] else 'about'} {late} version{'' if late == 1 else 's'}"
-        + (" (synchronous)" if not late else "")
-        + f": {rule['promise']}",
+        "staleness": f"{rule['policy']}, {bound}{'' if late else ' (synchronous)'}: {rule['promise']}",
         "capacity_rows": f"at most {plan.capacity_rows} rows in the queue" + _capacity(plan),
         **{choice.what: str(choice) for choice in plan.choices},
         "weights": f"{plan.weights.keep} versions are kept, to be fetched and rolled back to",
-        "on_failure": "the run stops when a worker has failed for good"
-        if plan.on_failure == "stop"
-        else "the run goes on without a worker that has failed for good",
-        "max_failed": f"the run ends once more than {plan.max_failed:.0%} of the groups that ended last have failed",
+        "on_failure": f"the run {failing[options.on_failure]} for good",
+        "max_failed": f"the run ends once more than {options.max_failed:.0%} of the groups that ended last have failed",
     }
     if plan.warnings:
         found["warnings"] = "; ".join(plan.warnings)
     for rollout in plan.rollouts:
-        cuts, masked = rollout.sampling.restrictions, rollout.sampling.sampling_mask
-        truncated, text = cuts.keys() - {"repetition_penalty"}, f"{', '.join(cuts)} cut them, and log-probs are of "
-        text += "the tokens kept by each draw, in training, too" if masked and truncated else "the whole vocabulary"
-        if truncated and not masked:
-            text += (
-                ": the gradient differs from the right one, by 8 to 27 % measured for responses of 2 to 6 tokens;"
-                " sampling_mask=True makes it right for top_p, top_k and min_p"
-            )
-        if "repetition_penalty" in cuts:
-            text += "; repetition_penalty is in no log-prob: the gradient is not that of the draws"
-        if rollout.admits and (cuts or masked):
-            found[f"draws of {rollout.task}"] = (
-                text if cuts else "sampling_mask=True has no effect: nothing cuts them"
-            )
+        if rollout.admits and (text := _draws(rollout.sampling)):
+            found[f"draws of {rollout.task}"] = text
     if plan.train.stream:
         found["steps"] = (
             f"trained in parts of at least {plan.train.part_rows} rows, while the rest is being generated; the gradient is"
             " the whole step's"
         )
     if plan.trackers:
-        found["track"] = (
-            f"{', '.join(map(tracker_label, plan.trackers))}: each in a thread of the driver; one that fails is"
-            " left out"
-        )
-    if (evaluation := plan.evaluation) is not None:
-        rows = plan.held_out.rows if plan.held_out is not None else 0
-        where = (
-            "the training replicas"
-            if evaluation.rollout is None
-            else f"{evaluation.rollout.replicas} replicas set aside"
-        )
+        labels = ", ".join(map(tracker_label, plan.trackers))
+        found["track"] = f"{labels}: each in a thread of the driver; one that fails is left out"
+    if (evaluation := options.evaluate) is not None:
+        rows, aside = plan.held_out.rows if plan.held_out is not None else 0, evaluation.rollout
+        where = "the training replicas" if aside is None else f"{aside.replicas} replicas set aside"
         found["evaluation"] = f"{rows} prompts every {evaluation.every} versions and at the end, on {where}"
     for name, commit in _models_of_the_hub(plan):
         found[f"model {name}"] = f"commit {commit} of the hub, from the cache"
     for rollout in plan.rollouts:
         if rollout.prompt != "prompt_ids":
-            found[f"{rollout.task} {rollout.engine}".strip()] = (
-                f"column {rollout.prompt!r} holds {_prompts(plan, rollout)}"
-            )
+            what = f"{rollout.task} {rollout.engine}".strip()
+            found[what] = f"column {rollout.prompt!r} holds {_prompts(plan, rollout)}"
+        free = "; the staleness rule does not hold it"
         if not takes_trained(rollout.partitions):
-            found[f"task {rollout.task}"] = (
-                f"answers the rows of {_named(rollout.partitions)}; the staleness rule does not hold it"
-            )
+            found[f"task {rollout.task}"] = f"answers the rows of {_named(rollout.partitions)}{free}"
         elif rollout.prefix:
-            found[f"task {rollout.task}"] = "answers every prompt once more; the staleness rule does not hold it"
+            found[f"task {rollout.task}"] = f"answers every prompt once more{free}"
     for stage in plan.stages:
         if stage.here or stage.place.launcher == "thread":
             why = ": no other process can import its function" if stage.here else ""
@@ -254,12 +217,27 @@ def choices(plan: Plan) -> dict[str, str]:
     for column, task in plan.dataflow.unused.items():
         if task not in {rollout.task for rollout in plan.rollouts}:
             found[f"column {column}"] = f"given by {task} and needed by nobody: training does not wait for it"
-    if plan.epochs is not None and plan.stream is None:
-        steps = plan.data.rows * plan.rollout.group_size * plan.epochs // plan.batch_size
-        found["epochs"] = (
-            f"the prompts last for {min(steps, plan.steps)} of {plan.steps} steps, fewer if rows are filtered"
-        )
+    if options.epochs is not None and plan.stream is None:
+        steps = plan.data.rows * plan.rollout.group_size * options.epochs // options.batch_size
+        last = f"the prompts last for {min(steps, options.steps)} of {options.steps} steps"
+        found["epochs"] = f"{last}, fewer if rows are filtered"
     return found
+
+
+def _draws(sampling: Sampling) -> str:
+    """Return the meaning of draws from a part of the vocabulary; "" for draws from all of it."""
+    cuts, masked = sampling.restrictions, sampling.sampling_mask
+    if not cuts:
+        return "sampling_mask=True has no effect: nothing cuts them" if masked else ""
+    truncated, text = cuts.keys() - {"repetition_penalty"}, f"{', '.join(cuts)} cut them, and log-probs are of "
+    text += "the tokens kept by each draw, in training, too" if masked and truncated else "the whole vocabulary"
+    if truncated and not masked:
+        text += (
+            ": the gradient differs from the right one, by 8 to 27 % measured for responses of 2 to 6 tokens;"
+            " sampling_mask=True makes it right for top_p, top_k and min_p"
+        )
+    penalty = "; repetition_penalty is in no log-prob: the gradient is not that of the draws"
+    return text + (penalty if "repetition_penalty" in cuts else "")
 
 
 def _prompts(plan: Plan, rollout: Rollout) -> str:
@@ -277,10 +255,10 @@ def _named(partitions: tuple[str, ...]) -> str:
 
 def _capacity(plan: Plan) -> str:
     late = plan.staleness.max_staleness
-    if plan.capacity_rows == plan.batch_size * (late + AHEAD_STEPS):
+    if plan.capacity_rows == plan.options.batch_size * (late + AHEAD_STEPS):
         ahead = f", {late} ahead" if late else ""
         return f" ({late + AHEAD_STEPS} steps): one in training, one filling, one being fed{ahead}"
-    if plan.capacity_rows < plan.batch_size * (late + 1):
+    if plan.capacity_rows < plan.options.batch_size * (late + 1):
         return f": fewer than the {late} + 1 steps that max_staleness={late} would let be under way"
     return ""
 

@@ -20,7 +20,7 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,9 @@ import msgspec
 
 from ...errors import ConfigError, PluginError
 from ...plugins import import_name, registry
-from ...types.validation import place_of
+from ...types.validation import check_types, place_of
 from ..evaluation import Evaluation
-from ..hub import is_name
+from ..model_folder import is_hub_name
 from ..specs import Rollout, Stage, Train
 from ..work import Generate, Logprobs
 from ..workflow import Workflow
@@ -47,14 +47,14 @@ _SPECS = (Rollout, Stage, Train, Evaluation)
 
 def load_workflow(path: str | os.PathLike[str], changes: Mapping[str, str] | None = None) -> Workflow:
     """Read a workflow from a file. ``changes``: TOML values by dotted key ("train.learning_rate": "1e-5"); text needs
-    no quotes. Adds the file's folder to ``sys.path``. Raises ConfigError with every wrong key, and the
-    nearest known key."""
+    no quotes. Adds the file's folder to ``sys.path``. Raises ConfigError with every wrong key, and the nearest known
+    key."""
     return _File(Path(path), changes or {}).workflow()
 
 
 def problems_of_file(path: str | os.PathLike[str]) -> list[str]:
-    """Return the errors of ``load_workflow``, each with its key; empty for a valid file. Raises
-    ConfigError for a file that cannot be read or is no TOML."""
+    """Return the errors of ``load_workflow``, each with its key; empty for a valid file. Raises ConfigError for a
+    file that cannot be read or is no TOML."""
     file = _File(Path(path), {})
     try:
         file.workflow()
@@ -91,15 +91,16 @@ class _File:
         arguments: dict[str, Any] = {}
         with contextlib.suppress(_InvalidValue):
             arguments = self._arguments(Workflow, self.values, ())
-        if self.errors:
-            self._raise()
-        try:
-            with error_sink(lambda key, error: self._add_error(key, str(error))):
-                return Workflow(**arguments)
-        except (ConfigError, PluginError) as error:
-            if not self.errors:  # raised before the checks, which report to the sink
-                self._add_error(_key_of(str(error), arguments), str(error))
-            self._raise()
+            try:
+                with error_sink(lambda key, error: self._add_error(key, str(error))):
+                    return Workflow(**arguments)
+            except (ConfigError, PluginError) as error:
+                if not self.errors:  # raised before the checks, which report to the sink
+                    self._add_error(_key_of(str(error), arguments), str(error))
+        listed = list(self.errors)
+        if len(listed) == 1:
+            raise ConfigError(listed[0])
+        raise ConfigError("\n  ".join([f"{len(listed)} things in {self.path} cannot work:", *listed]))
 
     # ---- errors
 
@@ -112,11 +113,18 @@ class _File:
             places.append(_dotted(key))
         self.errors[": ".join([*places, text])] = None
 
-    def _raise(self) -> typing.NoReturn:
-        listed = list(self.errors)
-        if len(listed) == 1:
-            raise ConfigError(listed[0]) from None
-        raise ConfigError("\n  ".join([f"{len(listed)} things in {self.path} cannot work:", *listed])) from None
+    def _fail(self, key: Key, text: str) -> typing.NoReturn:
+        self._add_error(key, text)
+        raise _InvalidValue
+
+    @contextlib.contextmanager
+    def _at(self, key: Key) -> Iterator[None]:
+        """Report errors of constructors and imports with the key."""
+        try:
+            yield
+        except (ConfigError, PluginError, TypeError) as error:
+            self._add_error(key, str(error))
+            raise _InvalidValue from None
 
     def _change(self, name: str, value: str) -> None:
         key: Key = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
@@ -140,24 +148,24 @@ class _File:
     def _arguments(self, make: Any, table: Mapping[str, Any], key: Key) -> dict[str, Any]:
         """Return the arguments of ``make``. Raises _InvalidValue after adding all errors."""
         before = len(self.errors)
-        signature = inspect.signature(make)
-        named = {n: p for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
+        parameters = inspect.signature(make).parameters
+        named = {name: each for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD}
         plain = isinstance(make, type) and not dataclasses.is_dataclass(make)
-        of = typing.cast(Any, make).__init__ if plain else make
-        hints = typing.get_type_hints(of)
-        options = len(named) < len(signature.parameters)
+        hints = typing.get_type_hints(typing.cast(Any, make).__init__ if plain else make)
         arguments = {}
         for name, value in table.items():
-            where = (*key, name)
-            if name in named:
-                with contextlib.suppress(_InvalidValue):
-                    local = name == "work" and isinstance(value, str) and "python" not in table
-                    read = self._function(value, where) if local else self._value(hints.get(name, Any), value, where)
-                    arguments[name] = read
-            elif options:
-                arguments[name] = self._resolve(value)
-            else:
-                self._add_error(where, f"there is no such key; {place_of(make, name, named)}")
+            with contextlib.suppress(_InvalidValue):
+                if name == "work" and isinstance(value, str) and "python" not in table:
+                    arguments[name] = self._function(value, (*key, name))
+                elif name in named:
+                    arguments[name] = read = self._value(hints.get(name, Any), value, (*key, name))
+                    with self._at((*key, name)):
+                        if not (isinstance(read, float) and read.is_integer()):  # 64.0: the constructor decides
+                            check_types(make, {name: read})
+                elif len(named) < len(parameters):
+                    arguments[name] = self._resolve(value)
+                else:
+                    self._add_error((*key, name), f"there is no such key; {place_of(make, name, named)}")
         for name, parameter in named.items():
             if parameter.default is parameter.empty and name not in table:
                 self._add_error((*key, name), "the value is missing")
@@ -167,28 +175,21 @@ class _File:
 
     def _make(self, make: Any, table: Any, key: Key) -> Any:
         if not isinstance(table, dict):
-            self._add_error(key, f"a table is expected, not {_kind(table)}")
-            raise _InvalidValue
+            self._fail(key, f"a table is expected, not {_kind(table)}")
         arguments = self._arguments(make, table, key)
-        try:
+        with self._at(key):
             return make(**arguments)
-        except (ConfigError, PluginError) as error:
-            self._add_error(key, str(error))
-        except TypeError as error:
-            self._add_error(key, str(error))
-        raise _InvalidValue
 
     def _value(self, hint: Any, value: Any, key: Key) -> Any:
         """Convert a value for a parameter of this type."""
         name, members = key[-1], _members(hint)
-        if name == "prompts":
-            return self._prompts(value, key)
-        if key == ("reward",) and isinstance(value, list):
-            return [self._reward(each, (*key, number)) for number, each in enumerate(value)]
+        special = {"prompts": self._prompts, "algorithm": self._algorithm}
         if key == ("track",):
             return self._trackers(value, key)
-        if name == "algorithm":
-            return self._algorithm(value, key)
+        if name in special:
+            return special[str(name)](value, key)
+        if key == ("reward",) and isinstance(value, list):
+            return [self._reward(each, (*key, number)) for number, each in enumerate(value)]
         if name == "work" and isinstance(value, dict):
             return self._work(value, key)
         for member in members:
@@ -204,11 +205,15 @@ class _File:
         if isinstance(value, str):
             if str not in members and any(_is_function(member) for member in members):
                 return self._function(value, key)
-            if name == "model" and is_name(value) and not os.path.exists(self._path(value)):
+            if name == "model" and is_hub_name(value) and not os.path.exists(self._path(value)):
                 return value
             if Path in members or (name == "python" and "/" in value):
                 return self._path(value)
-        return self._convert(hint, self._resolve(value), key)
+        resolved = self._resolve(value)
+        try:
+            return msgspec.convert(resolved, hint)
+        except (msgspec.ValidationError, TypeError):  # the constructor refuses it, or converts it
+            return resolved
 
     def _make_list(self, make: Any, tables: list[Any], key: Key) -> list[Any]:
         made = []
@@ -219,82 +224,59 @@ class _File:
             raise _InvalidValue
         return made
 
-    def _convert(self, hint: Any, value: Any, key: Key) -> Any:
-        try:
-            return msgspec.convert(value, hint)
-        except msgspec.ValidationError as error:
-            if isinstance(value, float) and value.is_integer():  # 64.0: the constructor decides
-                return value
-            names = [each for member in _members(hint) for each in typing.get_args(member) if isinstance(each, str)]
-            said = f"must be one of {', '.join(names)}, not {value!r}" if names else str(error).partition(" - at")[0]
-            self._add_error(key, said)
-            raise _InvalidValue from None
-        except TypeError:  # no type of TOML: the constructor checks it
-            return value
-
     def _function(self, path: str, key: Key) -> Any:
-        try:
-            if ":" not in path:
-                raise ConfigError(f'a function is named "module:function", not {path!r}')
+        if ":" not in path:
+            self._fail(key, f'a function is named "module:function", not {path!r}')
+        with self._at(key):
             return import_name(path)
-        except ConfigError as error:
-            self._add_error(key, str(error))
-        raise _InvalidValue
 
     def _prompts(self, value: Any, key: Key) -> Any:
         """Read a file, data, or the import path of a function of data."""
         if not isinstance(value, str) or (file := Path(self._path(value))).is_file():
             return file if isinstance(value, str) else value
         if ":" not in value:
-            self._add_error(key, f'there is no file {file}; a function is named "module:function"')
-            raise _InvalidValue
+            self._fail(key, f'there is no file {file}; a function is named "module:function"')
         return self._function(value, key)
 
     def _reward(self, value: Any, key: Key) -> Any:
         """Read the import path of a function, or a pair of it and a weight."""
         path, *weight = value if isinstance(value, list) and value else [value]
         if not isinstance(path, str):
-            self._add_error(key, '"module:function" is expected, or a list of it and a weight')
-            raise _InvalidValue
+            self._fail(key, '"module:function" is expected, or a list of it and a weight')
         function = self._function(path, key)
         return (function, *weight) if weight else function
+
+    def _named(self, value: Any, key: Key, name: str | None = None) -> tuple[str, dict[str, Any]]:
+        """Return the name and the options of a name, or of a table with a name and options. ``name``: the default."""
+        table = {"name": value} if isinstance(value, str) else value
+        if not isinstance(table, dict) or not isinstance(found := table.get("name", name), str):
+            self._fail(key, f"a name is expected, or a table with a name and options, not {_kind(value)}")
+        return found, {option: each for option, each in table.items() if option != "name"}
 
     def _algorithm(self, value: Any, key: Key) -> Any:
         """Make an installed algorithm, to report its errors with their keys; return the name and options of
         another."""
-        table = {"name": value} if isinstance(value, str) else value
-        if not isinstance(table, dict) or not isinstance(name := table.get("name", "grpo"), str):
-            self._add_error(key, f"a name is expected, or a table with a name and options, not {_kind(value)}")
-            raise _InvalidValue
-        options = {n: v for n, v in table.items() if n != "name"}
-        try:
+        name, options = self._named(value, key, "grpo")
+        if "python" in self.values.get(str(key[0]), {}) and registry().find("algorithm", name) is None:
+            return name, self._resolve(options)
+        with self._at(key):
             factory = registry().get("algorithm", name).load()
-        except PluginError as error:
-            if "python" in self.values.get(str(key[0]), {}):
-                return name, self._resolve(options)
-            self._add_error(key, str(error))
-            raise _InvalidValue from None
         return self._make(factory, options, key)
 
     def _trackers(self, value: Any, key: Key) -> list[Any]:
         """Return names, and pairs of a name and options."""
-        made: list[Any] = []
-        for number, each in enumerate(value if isinstance(value, list) else [value]):
-            name = each.get("name") if isinstance(each, dict) else each
-            if not isinstance(name, str):
-                self._add_error((*key, number), "a name is expected, or a table with a name and options")
-                raise _InvalidValue
-            options = {n: self._resolve(v) for n, v in each.items() if n != "name"} if isinstance(each, dict) else {}
-            made.append((name, options) if options else name)
-        return made
+        named = [
+            self._named(each, (*key, number))
+            for number, each in enumerate(value if isinstance(value, list) else [value])
+        ]
+        return [(name, self._resolve(options)) if options else name for name, options in named]
 
     def _work(self, table: dict[str, Any], key: Key) -> Any:
         kinds = [kind for kind in _WORKS if kind in table]
         if len(kinds) != 1:
-            self._add_error(key, "an engine's work is { logprobs = ENGINE, ... } or { generate = ENGINE, ... }")
-            raise _InvalidValue
-        engine = {"engine": table[kinds[0]]}
-        return self._make(_WORKS[kinds[0]], engine | {n: v for n, v in table.items() if n != kinds[0]}, key)
+            self._fail(key, "an engine's work is { logprobs = ENGINE, ... } or { generate = ENGINE, ... }")
+        options = {name: value for name, value in table.items() if name != kinds[0]}
+        return self._make(_WORKS[kinds[0]], {"engine": table[kinds[0]], **options}, key)
 
     def _path(self, value: str) -> str:
         return str(self.path.parent.resolve() / value)
