@@ -125,7 +125,7 @@ def serve(
             f"on_step reads rows after they were trained, and with store={store.kind!r} they may be gone from their host then:"
             " set checkpoints=True"
         )
-    policy, own = find_policy(limits.get("staleness_policy") or "wait")
+    policy, own = find_policy(limits.get("staleness_policy", "wait"))
     listeners = Listeners(
         call_all([*(sink.event for sink in receiving), on_event]),
         call_all([*(sink.step for sink in recording), on_step]),
