@@ -28,12 +28,13 @@ def run_file(file: Path, out: Path | None, changes: dict[str, str], shown: str, 
     say(console, workflow.mermaid() if shown == "mermaid" else str(workflow))
     if shown:
         return
-    out, plan = out or Path("runs") / time.strftime(f"{file.stem}-%Y%m%d-%H%M%S"), workflow.plan
-    if plan.options.address is not None:
-        join = f"asyncflow worker {advertised(plan.options.address, plan.options.advertise)} --key run.key --from {file.name} {plan.rollout.task}"
+    out, options = out or Path("runs") / time.strftime(f"{file.stem}-%Y%m%d-%H%M%S"), workflow.plan.options
+    if options.address is not None:
+        where, task = advertised(options.address, options.advertise), workflow.plan.rollout.task
+        join = f"asyncflow worker {where} --key run.key --from {file.name} {task}"
         key = f"a copy of {out / 'run.key'} readable only by its user"
         say(console, f"\nother hosts join, with {file.name} and {key}, by\n  {join}\n")
-    with outcome_of(out, console), LiveView(plan.options.steps, f"asyncflow run {file.name}", console=console) as view:
+    with outcome_of(out, console), LiveView(options.steps, f"asyncflow run {file.name}", console=console) as view:
         workflow.run(out, on_event=view)
 
 
