@@ -116,16 +116,14 @@ class Lease:
 
 
 class UnreadLease(Lease):
-    """A lease with columns that are fetched from another host."""
-
-    lost = False
+    """A lease with columns that are fetched from another host. ``left``: 0 once it is lost."""
 
     def __init__(self, lease: cmd.Leased) -> None:
         self._take(lease, 1)
 
     def lose(self) -> None:
         """Note that the server says that it is lost."""
-        self.lost = True
+        self.left = 0
 
 
 class BatchVerbs(Lease, Batch):

@@ -76,14 +76,6 @@ class ClientTable:
         """Add a session."""
         self.by_session[session] = client
 
-    def close(self, session: str) -> ClientProcess:
-        """Remove a session."""
-        return self.by_session.pop(session)
-
-    def silence(self, client: ClientProcess, homes: dict[int, float]) -> None:
-        """Note that the unit of these homes ended by silence. ``homes``: since when each is absent."""
-        self.silent |= {home: (client.hello.public, since) for home, since in homes.items()}
-
     def public_keys(self) -> set[str]:
         """Return the public keys of open sessions."""
         return {client.hello.public for client in self.by_session.values()}
@@ -233,12 +225,12 @@ class CallExecutor:
 
     def close_session(self, session: str, reason: str, now: float, *, blame: bool = True) -> None:
         """Close the session of a dead process. ``blame``: its rows count an attempt."""
-        client = self.clients.close(session)
+        client = self.clients.by_session.pop(session)
         homes = self._state.homes.by_number
         served = [number for number, home in homes.items() if home.unit == client.number]
         self.ledger.session_died(client.number, now, reason, blame=blame)
         if not blame:
-            self.clients.silence(client, {number: homes[number].absent_since for number in served})
+            self.clients.silent.update({home: (client.hello.public, homes[home].absent_since) for home in served})
         self._flush()
         self._wire.forget(session)
         self.payload.end_session(client.number)
@@ -306,7 +298,7 @@ class CallExecutor:
         known = self._state.sessions.by_id
         for session, client in list(self.clients.by_session.items()):
             if client.number not in known:
-                self.clients.close(session)
+                self.clients.by_session.pop(session)
                 self._wire.forget(session)
                 self.payload.end_session(client.number)
 

@@ -19,16 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import (
-    AsyncFlowError,
-    ConfigError,
-    DeadlineExceeded,
-    Ended,
-    LeaseLost,
-    SchemaError,
-    StoreUnavailable,
-    VersionNeeded,
-)
+from .. import errors
 from ..interfaces import LeasedBatch, PutRows, StepPart, TransferQueue
 from ..ledger import commands as cmd
 from ..ledger import pack_ids, unpack_ids
@@ -141,13 +132,13 @@ class QueueVerbs(Generic[B, S]):
             last, waits = None, waits - 1
             try:
                 return await self._lease_rows(request, answer, kind, began + timeout_s)
-            except Ended:
+            except errors.Ended:
                 check()
                 raise
-            except DeadlineExceeded as error:
+            except errors.DeadlineExceeded as error:
                 if not waits:
                     why = str(error).partition(": ")[2]
-                    raise DeadlineExceeded(f"after {time.monotonic() - began:.1f} s: {why}") from None
+                    raise errors.DeadlineExceeded(f"after {time.monotonic() - began:.1f} s: {why}") from None
 
     async def _lease_rows(
         self, request: cmd.LeaseRows, answer: CallResult | None, kind: type[R], until: float | None = None
@@ -169,7 +160,7 @@ class QueueVerbs(Generic[B, S]):
             if not isinstance(lease, cmd.Leased):
                 assert isinstance(lease, cmd.LoadFirst)
                 text = f"task {request.task!r} leases no more rows before version {lease.version} is loaded"
-                raise VersionNeeded(text)
+                raise errors.VersionNeeded(text)
             alone = lease.world_size == 1 or lease.step >= 0
             try:
                 if not port.connection.store.may_wait:
@@ -177,16 +168,16 @@ class QueueVerbs(Generic[B, S]):
                 again = request.token or lease.world_size > 1
                 return await self._read_renewed(answer, lease, kind, (until or deadline) if again else 0.0), lease
             except BaseException as error:
-                lost, late = isinstance(error, LeaseLost), isinstance(error, StoreUnavailable) and alone
+                lost, late = isinstance(error, errors.LeaseLost), isinstance(error, errors.StoreUnavailable) and alone
                 port.connection.unreturned.append(
                     cmd.GiveBack(token=lease.token, reason="reading the rows failed", rank=lease.rank, unread=lost)
                 )
                 left_s = deadline - time.monotonic() if late and not request.token else 0.0
-                with contextlib.suppress(AsyncFlowError):
+                with contextlib.suppress(errors.AsyncFlowError):
                     await self._return_leases(max(CALL_S, left_s))
                 if left_s > 0 and (left_s := deadline - time.monotonic()) > 0:
                     # late, not lost: the rows cost no attempt
-                    await port.pause(min(LATE_S, left_s))
+                    await port.in_thread(time.sleep, min(LATE_S, left_s))
                     request, left = msgspec.structs.replace(request, timeout_s=left_s), left + 1
                 elif request.token or not (left and lost):
                     raise
@@ -217,10 +208,10 @@ class QueueVerbs(Generic[B, S]):
         while True:
             try:
                 return await self._port.in_thread(self._read, answer, lease, kind)
-            except StoreUnavailable:
-                if unread.lost or (left_s := until - time.monotonic()) <= 0:
+            except errors.StoreUnavailable:
+                if not unread.left or (left_s := until - time.monotonic()) <= 0:
                     raise
-                await self._port.pause(min(LATE_S, left_s))
+                await self._port.in_thread(time.sleep, min(LATE_S, left_s))
 
     def _read(self, answer: CallResult, lease: cmd.Leased, kind: type[R]) -> R:
         store, slices, schema = self._port.connection.store, answer.slices, answer.schema
@@ -231,7 +222,7 @@ class QueueVerbs(Generic[B, S]):
         elif isinstance(answer, ResultWithPayload):
             columns = from_image(answer.memory, answer.payload, schema)
         else:
-            raise LeaseLost("the rows ended before their columns were sent")
+            raise errors.LeaseLost("the rows ended before their columns were sent")
 
         def _writable(name: str) -> Any:  # a column's values in a copy-on-write mapping, or None
             return store.writable(next(part for part in slices if name in part.columns), name, schema)
@@ -247,7 +238,8 @@ class AsyncTransferQueue(QueueVerbs[AsyncLeasedBatch, AsyncStep]):
 
     async def configure(self, *, staleness_policy: Any = None, **limits: Any) -> None:
         """See ``TransferQueue.configure``."""
-        await self._port.send(cmd.Configure(staleness=policy_spec(staleness_policy), **limits))
+        spec = spec_of("staleness policy", PolicySpec, staleness_policy)
+        await self._port.send(cmd.Configure(staleness=spec, **limits))
 
     async def declare(
         self,
@@ -263,7 +255,7 @@ class AsyncTransferQueue(QueueVerbs[AsyncLeasedBatch, AsyncStep]):
         task = TaskSpec(
             name=name, needs=check_columns("needs", needs), gives=check_columns("gives", gives),
             partitions=check_names("partitions", partitions, empty=True),
-            sampler=_spec("sampler", SamplerSpec, sampler), **options,
+            sampler=spec_of("sampler", SamplerSpec, sampler), **options,
         )  # fmt: skip
         check_name("a task", name)
         check_arguments(task)
@@ -289,7 +281,9 @@ class AsyncTransferQueue(QueueVerbs[AsyncLeasedBatch, AsyncStep]):
         if nbytes >= LARGE_BYTES:
             room = (await self._port.send(cmd.GetStatus())).capacity_bytes
             if nbytes > room:  # checked before it is written
-                raise SchemaError(f"a put of {nbytes} bytes exceeds capacity_bytes={room}; put fewer rows at a time")
+                raise errors.SchemaError(
+                    f"a put of {nbytes} bytes exceeds capacity_bytes={room}; put fewer rows at a time"
+                )
         command = cmd.AddRows(
             groups=count, group_size=group_size, columns={}, key=key, timeout_s=timeout_s, partition=partition,
             priority=priority, version=-1 if version is None else version,
@@ -406,18 +400,14 @@ class QueueClient(QueueVerbs[BlockingBatch, BlockingStep], TransferQueue):
         return AsyncTransferQueue(LoopPort(self.connection))
 
 
-def policy_spec(policy: Any) -> PolicySpec | None:
-    """Return the spec of a policy given by name, or by name and options. Raises ConfigError."""
-    return _spec("staleness policy", PolicySpec, policy)
-
-
-def _spec(what: str, kind: type[K], given: Any) -> K | None:
+def spec_of(what: str, kind: type[K], given: Any) -> K | None:
+    """Return the spec of a policy or sampler given by name, or by name and options. Raises ConfigError."""
     if given is None or isinstance(given, kind):
         return given
     is_pair = isinstance(given, tuple) and len(given) == 2
     name, options = (given, {}) if isinstance(given, str) else given if is_pair else (None, None)
     if not isinstance(name, str) or not isinstance(options, Mapping):
-        raise ConfigError(f"a {what} is a name, or a pair of name and options, not {given!r:.100}")
+        raise errors.ConfigError(f"a {what} is a name, or a pair of name and options, not {given!r:.100}")
     for option in options:
         check_name(f"an option of {what} {name!r:.100}", option)
     return kind(name, dict(options))
@@ -426,7 +416,7 @@ def _spec(what: str, kind: type[K], given: Any) -> K | None:
 def _ids(rows: npt.ArrayLike) -> npt.NDArray[np.int64]:
     ids = np.asarray(rows)
     if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
-        raise SchemaError(f"row ids are integers in one dimension, not {ids.dtype} of shape {ids.shape}")
+        raise errors.SchemaError(f"row ids are integers in one dimension, not {ids.dtype} of shape {ids.shape}")
     return ids.astype(np.int64)
 
 

@@ -278,12 +278,8 @@ class Port(ABC):
         """Send a request and wait for its answer. Raises ServerLost, AccessDenied."""
 
     @abstractmethod
-    async def pause(self, seconds: float) -> None:
-        """Block the thread, or suspend the task, for ``seconds``."""
-
-    @abstractmethod
     async def in_thread(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call a function that may wait, without blocking an event loop."""
+        """Call a function that may wait: in this thread, or in another one beside an event loop."""
 
     async def call(self, command: cmd.AnyCommand | None) -> protocol.CallResult:
         """Send a checked command, or only waiting events; return the result. Raises the server's error."""
@@ -381,9 +377,6 @@ class BlockingPort(Port):
     async def request(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> WireReply:
         return self.connection.wire.exchange(body, timeout_s, payload)
 
-    async def pause(self, seconds: float) -> None:
-        time.sleep(seconds)  # noqa: ASYNC251 - a blocking call is what this port is for
-
     async def in_thread(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return function(*args, **kwargs)
 
@@ -395,9 +388,6 @@ class LoopPort(Port):
 
     async def request(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> WireReply:
         return await self.connection.wire.aexchange(body, timeout_s, payload)
-
-    async def pause(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
 
     async def in_thread(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return await asyncio.to_thread(function, *args, **kwargs)

@@ -28,7 +28,7 @@ import xxhash
 from .._version import __version__
 from ..errors import ConfigError, MemoryFull
 from ..ledger import commands as cmd
-from ..wire import process_key
+from ..wire import boot_id
 
 FORMAT = 4  # a commit that changes commands, records or attributes of the state raises it
 MAGIC = b"asyncfl-journal\n"
@@ -66,7 +66,7 @@ class JournalHead(msgspec.Struct, frozen=True, array_like=True):
     @property
     def unsynced(self) -> bool:
         """True if the host was started again, and files of the run were never synced: they may be incomplete."""
-        return self.durability == "process" and self.boot != boot()
+        return self.durability == "process" and self.boot != boot_id()
 
 
 def decode_head(content: bytes, path: Path) -> JournalHead:
@@ -269,11 +269,6 @@ class JournalReader:
             if record is not None and record.began > self._end:
                 return True
         return False
-
-
-def boot() -> str:
-    """Return an identifier of this boot of the host."""
-    return process_key(os.getpid()).split(" ")[0]
 
 
 class _Framed(NamedTuple):

@@ -27,7 +27,8 @@ import msgspec
 from .._version import __version__
 from ..errors import ConfigError, MemoryFull
 from ..memory import SharedDirectory, make_private_directory, private_opener, sync_directory
-from .journal import FORMAT, RESTORE, Journal, JournalHead, boot, decode_head, framed, record_at
+from ..wire import boot_id
+from .journal import FORMAT, RESTORE, Journal, JournalHead, decode_head, framed, record_at
 
 MAGIC = b"asyncflow-state\n"
 LEAST_BYTES = 16 << 20
@@ -91,7 +92,7 @@ class JournalDirectory:
         """Write a snapshot of ``state``, and begin the journal after it. ``memory``: the run's shared memory.
         ``now``: ledger seconds. Raises MemoryFull; then the old files count."""
         number, rows = self.number + 1, str(self.rows or "")
-        head = JournalHead(FORMAT, __version__, self.run, self.durability, str(memory), rows, boot(), now)
+        head = JournalHead(FORMAT, __version__, self.run, self.durability, str(memory), rows, boot_id(), now)
         path, snapshot_path = self.file("journal", number), self.file("snapshot", number)
         try:
             with contextlib.ExitStack() as undo:

@@ -8,10 +8,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-import numpy as np
-
 from ..errors import AsyncFlowError
-from ..ledger.commands import Ids
 from ..types import Batch, Event
 from ..types import events as ev
 from .protocol import error_text, user_trace
@@ -23,13 +20,6 @@ GROUPS_PER_SAMPLE = 16
 """One group in so many is sampled for the record of a step, if columns are on other hosts."""
 LOG_S = 5.0
 """Longest wait at the end for a handler of the log that blocks, as on a held terminal."""
-
-
-def sampled(groups: Ids) -> Ids:
-    """Return the positions of a sample of a step's rows: every GROUPS_PER_SAMPLE-th group, whole, and
-    at least one. ``groups``: int64 (rows,), the group of each row."""
-    known = np.unique(groups)
-    return np.flatnonzero(np.isin(groups, known[::GROUPS_PER_SAMPLE]))
 
 
 class StepRows:

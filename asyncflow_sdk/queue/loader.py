@@ -65,7 +65,8 @@ class StreamDataLoader(Generic[T]):
             task, count * parts, columns=columns, at_least=at_least * parts, ahead=bool(prefetch), rank=rank,
             world_size=world_size, shards=shards, **{"group": task, "timeout_s": NEXT_S, **options},
         )  # fmt: skip
-        _register_with_torch()
+        if (data := sys.modules.get("torch.utils.data")) is not None:
+            data.IterableDataset.register(StreamDataLoader)
 
     @property
     def lease(self) -> LeasedBatch | None:
@@ -106,9 +107,3 @@ class StreamDataLoader(Generic[T]):
                 del made  # free the memory of a batch that the consumer dropped
                 if batch.left and not batch.finished:
                     batch.finish()
-
-
-def _register_with_torch() -> None:
-    data = sys.modules.get("torch.utils.data")
-    if data is not None:
-        data.IterableDataset.register(StreamDataLoader)

@@ -32,7 +32,7 @@ from ..types import Batch, Column, ColumnSpec
 from ..types.blocks import Block, BlockSlices
 from ..types.reports import HomeStatus
 from .block_index import BlockCheck, BlockIndex
-from .listeners import StepRows, sampled
+from .listeners import GROUPS_PER_SAMPLE, StepRows
 from .protocol import WRITING, Call, CallResult, decode_call, encode, failure
 from .stores.blocks import to_image
 from .stores.fetch import DECODE_ERRORS, FetchRequest, check_parts, read_parts
@@ -236,7 +236,7 @@ class Payload:
         slices = self.index.locate(ids, columns_of)
         if not all(home_of(segment) == SERVER_MEMORY for part in slices for segment in part.segments):
             # the rows stay until a checkpoint covers them, and this thread must not wait for other hosts
-            at, homes = sampled(groups), self._homes
+            at, homes = np.flatnonzero(np.isin(groups, np.unique(groups)[::GROUPS_PER_SAMPLE])), self._homes
             assert homes is not None
             some = self.index.locate(ids[at], columns_of)
             return StepRows(

@@ -23,10 +23,10 @@ from ..errors import ConfigError
 from ..ledger import Audit, Ledger
 from ..ledger import commands as cmd
 from ..ledger.commands import Ids
-from ..wire import RouterSockets, Server
+from ..wire import RouterSockets, Server, boot_id
 from . import snapshot
 from .call_executor import CallExecutor
-from .journal import JournalHead, JournalReader, Record, RequestRecord, SessionEndRecord, boot
+from .journal import JournalHead, JournalReader, Record, RequestRecord, SessionEndRecord
 from .journal_directory import JournalDirectory, read_snapshot
 from .listeners import Listeners
 from .payload import Payload
@@ -90,7 +90,7 @@ def recover(directory: JournalDirectory, executor: CallExecutor) -> Recovered | 
     lost, waiting = executor.payload.find_lost(exist)
     if len(lost) or waiting:
         executor.fail_lost(lost, waiting, now)
-    for session, client in list(executor.clients.by_session.items()) if head.boot != boot() else ():
+    for session, client in list(executor.clients.by_session.items()) if head.boot != boot_id() else ():
         if client.hello.pid_key and client.hello.pid_key.split(" ")[0] == head.boot:
             executor.close_session(session, "its host was started again", now)
     executor.payload.reconcile()

@@ -47,13 +47,8 @@ def decode(data: bytes, parts: Mapping[str, object] = MappingProxyType({})) -> A
 
 def attributes(thing: Any) -> dict[str, Any]:
     """Return the attributes to write: all but those in ``TRANSIENT``."""
-    named = dict(getattr(thing, "__dict__", {}))
-    for cls in type(thing).__mro__:
-        slots = getattr(cls, "__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(thing, name):
-                named[name] = getattr(thing, name)
-    return {name: value for name, value in named.items() if name not in getattr(type(thing), "TRANSIENT", ())}
+    transient = getattr(type(thing), "TRANSIENT", ())
+    return {name: value for name, value in vars(thing).items() if name not in transient}
 
 
 class _Encoder:
@@ -91,11 +86,12 @@ class _Encoder:
             raise TypeError(f"{where}: a {kind.__module__}.{kind.__qualname__} cannot be written")
         if isinstance(thing, tuple):
             return ["items", name, None, *self._all(thing, where)]
-        named = attributes(thing)
         if isinstance(thing, msgspec.Struct):
             if kind.__struct_config__.frozen:
                 return ["struct", name, _pack(thing)]
-            named = {field: getattr(thing, field) for field in kind.__struct_fields__}
+            named = msgspec.structs.asdict(thing)
+        else:
+            named = attributes(thing)
         flat: list[Any] = ["object", name]
         for attribute, value in named.items():
             flat += (attribute, self.node(value, f"{where}.{attribute}"))

@@ -29,31 +29,32 @@ LeaseNext = Callable[[L | None], Awaitable[L]]
 
 class Stream(Generic[L]):
     """Base of all streams. After an error it can be iterated over again. One thread or task iterates
-    over it. Waits of more than a millisecond are reported as events.
+    over it. Waits of more than a millisecond are reported as events. ``current``: the lease of this turn of the loop.
 
     A loop that is left early sends its unsent completion. If the server rejects it, the ``with``
     block raises the error; without a ``with`` block Python only prints it.
     """
 
+    current: L | None = None
+
     def __init__(self, connection: Connection, lease: LeaseNext[L]) -> None:
         self._connection, self._lease = connection, lease
-        self._current: L | None = None
 
     async def _next(self, lease: LeaseNext[L]) -> L:
         """Return the next lease. Raises the errors of ``get``, for the previous batch and this one."""
         began = time.monotonic()
-        last, self._current = self._current, None
+        last, self.current = self.current, None
         try:
-            self._current = await lease(last)
+            self.current = await lease(last)
         except AsyncFlowError as error:
             if last is not None and not isinstance(error, WireError):
                 await last._close(error)  # its completion was rejected: this client still holds the rows
             raise
         self._connection.report_wait(began)
-        return self._current
+        return self.current
 
     async def _close(self, error: BaseException | None = None) -> None:
-        last, self._current = self._current, None
+        last, self.current = self.current, None
         if last is not None:
             await last._close(error)
 
@@ -76,11 +77,6 @@ class AsyncStream(Stream[L], AsyncContext):
 
 class BlockingStream(Stream[L], BlockingContext):
     """Leases for a thread."""
-
-    @property
-    def current(self) -> L | None:
-        """The lease of this turn of the loop."""
-        return self._current
 
     def __iter__(self) -> Generator[L, None, None]:
         return self._each(self._lease)

@@ -15,7 +15,7 @@ from ...errors import ConfigError
 from ...interfaces import StalenessPolicy
 from ...ledger.staleness import make_policy
 from ...plugins import import_name, registry
-from ...queue.client import policy_spec
+from ...queue.client import spec_of
 from ...types import Staleness, Weights
 from ...types.tasks import PolicySpec
 from ...types.validation import check_types
@@ -135,7 +135,7 @@ def find_policy(policy: Any) -> tuple[PolicySpec, Own]:
     elif callable(of):
         own[str(getattr(of, "__qualname__", type(of).__name__))] = of
         (of,) = own
-    spec = policy_spec((of, options) if options else of)
+    spec = spec_of("staleness policy", PolicySpec, (of, options) if options else of)
     if spec is None:
         raise ConfigError("no staleness policy is named; the default is 'wait'")
     make_policy(spec, own)
