@@ -21,7 +21,7 @@ def generated(folder: Path, prompt: Sequence[int], tokens: int) -> list[int]:
 def check_evaluations(run: af.Result, prompts: Sequence[Sequence[int]], tokens: int) -> set[int]:
     """Assert that each evaluation of a version with a folder is greedy, of this version alone, and token for token what
     transformers generates from the folder. Return these versions."""
-    from asyncflow_sdk.workflow.events.step_files import read_batch
+    from asyncflow_sdk.workflow.loops.record_files import read_batch
 
     folders = {int(path.name.removeprefix("step-")): path for path in (run.directory / "models").iterdir()}
     both = folders.keys() & {each.version for each in run.evaluations}

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from asyncflow_sdk.workflow.workers.ranks import free_port
+from asyncflow_sdk.workflow.processes.ranks import free_port
 from benchmarks.hosts.network import Network
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin") or ""

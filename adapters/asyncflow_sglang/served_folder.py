@@ -11,8 +11,8 @@ from asyncflow_http.model_folder import check_fit, listed
 from asyncflow_sdk.errors import ConfigError, WeightMismatch
 from asyncflow_sdk.interfaces import WeightUpdate
 from asyncflow_sdk.types.dtypes import SAFETENSORS_CODES
+from asyncflow_sdk.workflow.loops.tokenizer import end_tokens
 from asyncflow_sdk.workflow.model_folder import ModelFolder, text_config
-from asyncflow_sdk.workflow.rollout.tokenizer import end_tokens
 
 
 class ServedFolder:

@@ -16,7 +16,7 @@ from asyncflow_http.server import HttpServer
 from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.types import check_least
 from asyncflow_sdk.types.dtypes import floating_name
-from asyncflow_sdk.workflow.workers.ranks import free_port
+from asyncflow_sdk.workflow.processes.ranks import free_port
 
 from .arguments import folder_and_options, own_arguments, own_environment
 from .info import ServerInfo

@@ -21,8 +21,8 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForC
 
 from asyncflow_sdk.testing import Policy
 from asyncflow_sdk.types import from_torch, to_torch
+from asyncflow_sdk.workflow.loops.tokenizer import end_tokens
 from asyncflow_sdk.workflow.model_folder import copy_small_files
-from asyncflow_sdk.workflow.rollout.tokenizer import end_tokens
 
 from .demo.model import BOS, EOS, PAD, tokenizer
 from .folder_map import FlatRun, FolderMap, runs_of

@@ -26,7 +26,7 @@ from asyncflow_http.limits import RequestLimits
 from asyncflow_sdk.errors import EngineError
 from asyncflow_sdk.interfaces import Capabilities, Completion, Completions, Request, RolloutEngine, WeightUpdate
 from asyncflow_sdk.types import check_least
-from asyncflow_sdk.workflow.rollout.tokenizer import end_tokens
+from asyncflow_sdk.workflow.loops.tokenizer import end_tokens
 
 from .assign import PartialLoad, assign
 from .chunked_head import ChunkedHead, chunked_head

@@ -12,8 +12,8 @@ from asyncflow_http.cancellation import finish
 from asyncflow_http.model_folder import first_equal
 from asyncflow_sdk.errors import EngineError, EngineGone, WeightError, WeightMismatch
 from asyncflow_sdk.interfaces import Capabilities, Completion, Completions, Request, RolloutEngine, WeightUpdate
+from asyncflow_sdk.workflow.loops.tokenizer import end_tokens
 from asyncflow_sdk.workflow.model_folder import ModelFolder
-from asyncflow_sdk.workflow.rollout.tokenizer import end_tokens
 
 from .access import Access, VllmAnswer
 from .folder import WholeLayers, check_update

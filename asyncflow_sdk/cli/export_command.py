@@ -13,9 +13,9 @@ from ..errors import ConfigError
 from ..interfaces import TrainEngine
 from ..workflow import Workflow
 from ..workflow.checkpoint import Damaged, check
+from ..workflow.loops.engines import make_engine
 from ..workflow.model_folder import steps_in, whole_folder
 from ..workflow.plan.problems import for_role
-from ..workflow.workers.engines import make_engine
 
 
 def export_model(directory: Path, out: Path, step: int | None, best: bool) -> str:

@@ -16,7 +16,7 @@ import msgspec
 
 from .._version import __version__
 from ..errors import ConfigError
-from ..workflow.workers.ssh_launcher import explained, ssh_command
+from ..workflow.processes.command_launcher import explained, ssh_command
 from .formats import plural
 from .inspection import FAILS, FINE, NOTE, WARNING, EnvironmentReport, Finding, inspect_environment
 

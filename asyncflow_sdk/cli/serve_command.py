@@ -18,8 +18,8 @@ from ..types.defaults import LEAVE_S
 from ..types.events import Begun, Event, Status
 from ..wire import is_loopback
 from ..workflow import Run, serve
-from ..workflow.events.event_file import EVENTS
-from ..workflow.events.recorder import Recorder
+from ..workflow.loops.record_files import EVENTS
+from ..workflow.loops.recorder import Recorder
 from ..workflow.run_directory import RunDirectory, advertised
 from .live_view import LiveView
 from .options import say

@@ -32,7 +32,7 @@ def _exit(number: int, frame: Any) -> None:
 @contextlib.contextmanager
 def stop_as_interrupt() -> Iterator[None]:
     """Raise KeyboardInterrupt on each of ``stop_signals`` within the block. No effect outside the main thread."""
-    from ..workflow.workers.signals import stop_signals  # an import for which Ctrl-C must be handled already
+    from ..workflow.processes.signals import stop_signals  # an import for which Ctrl-C must be handled already
 
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -28,7 +28,7 @@ from ..types.defaults import CALL_S
 from ..wire import probe
 from ..workflow import Run, connect
 from ..workflow.evaluation import read_evaluations
-from ..workflow.events.event_file import EVENTS, lasting_notes
+from ..workflow.loops.record_files import EVENTS, lasting_notes
 from .figures import QueueFigures, RateWindow
 from .queue_screen import queue_screen
 

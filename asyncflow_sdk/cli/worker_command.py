@@ -195,7 +195,7 @@ def _starts_from_file(group: _GroupOptions, task: str, engine: str) -> bool:
 def _work_as_ranks(group: _GroupOptions, spec: Any, batch_size: int = 0, **job: Any) -> None:
     """Start all ranks, or only the one in the environment; then its launcher stops and restarts the
     ranks."""
-    from ..workflow.workers.ranks import own_rank
+    from ..workflow.processes.ranks import own_rank
 
     rank = own_rank()
     if rank is not None:

@@ -26,9 +26,9 @@ _ADAPTERS: dict[str, list[tuple[str, str, str, dict[str, Any]]]] = {
         ("cispo", "algorithms:CISPO", "", {}), ("ppo", "algorithms:PPO", "", {}),
     ],
     "launcher": [
-        ("process", "workflow.workers.process_launcher:ProcessLauncher", "Linux 6.18", {"hosts": "one"}),
-        ("thread", "workflow.workers.thread_launcher:ThreadLauncher", "", {"hosts": "one"}),
-        ("ssh", "workflow.workers.ssh_launcher:SshLauncher", "OpenSSH 9 and 10", {"hosts": "many"}),
+        ("process", "workflow.processes.launchers:ProcessLauncher", "Linux 6.18", {"hosts": "one"}),
+        ("thread", "workflow.processes.worker:ThreadLauncher", "", {"hosts": "one"}),
+        ("ssh", "workflow.processes.command_launcher:SshLauncher", "OpenSSH 9 and 10", {"hosts": "many"}),
     ],
     "store": [
         ("local", "queue.stores.local:local_store", "", {"hosts": "one"}),

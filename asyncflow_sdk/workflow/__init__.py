@@ -3,16 +3,16 @@
 from .data import load_prompts
 from .endpoints import connect, serve
 from .evaluation import Evaluation
-from .events.step_files import ages_of, read_steps, staleness_of
+from .loops.agent import Agent, Turn, Turns
+from .loops.producer import EngineProducer
+from .loops.record_files import ages_of, read_steps, staleness_of
 from .plan.toml import load_workflow
+from .processes.command_launcher import CommandLauncher
+from .processes.worker import run_worker
 from .rewards import HttpReward
-from .rollout.agent import Agent, Turn, Turns
-from .rollout.producer import EngineProducer
 from .run import ConsumerOptions, Run
 from .specs import Rollout, Stage, Train
 from .work import Generate, Logprobs
-from .workers.command_launcher import CommandLauncher
-from .workers.worker import run_worker
 from .workflow import Result, Workflow, resume
 
 __all__ = [

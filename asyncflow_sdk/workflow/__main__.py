@@ -5,9 +5,10 @@ import gc
 import os
 import sys
 
-from .workers import remote_agent, worker_process
+from .processes.command_launcher import run_agent
+from .processes.worker import main
 
-status = remote_agent.main() if sys.argv[1:2] == ["remote"] else worker_process.main()
+status = run_agent() if sys.argv[1:2] == ["remote"] else main()
 if status:  # a thread of a failed engine must not delay the exit
     sys.stdout.flush()
     sys.stderr.flush()

@@ -39,7 +39,7 @@ from ..queue import QueueClient
 from ..types import events as ev
 from ..types.validation import check_least
 from .model_folder import steps_in
-from .workers.rank_communicator import RankCommunicator
+from .processes.ranks import RankCommunicator
 
 FORMAT = 1
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

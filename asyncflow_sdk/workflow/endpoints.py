@@ -23,12 +23,12 @@ from ..types import Batch, Event
 from ..types.config import LOCAL, Store
 from ..types.defaults import CALL_S, CAPACITY_ROWS, KEEP_VERSIONS, MAX_STALENESS
 from ..wire import MAX_BYTES, KeyPair, ensure_keys, generate_keys, is_loopback, save_keys
-from .events.event_sinks import EventSink, call_all
-from .events.trackers import Tracked, Trackers, make_trackers
+from .loops.event_sinks import EventSink, call_all
+from .loops.trackers import Tracked, Trackers, make_trackers
 from .plan.choices import find_policy
+from .processes.worker_pool import Endpoint
 from .run import Run
 from .run_directory import JOURNAL, RunDirectory, advertised, find_address, write_addresses
-from .workers.worker_pool import Endpoint
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

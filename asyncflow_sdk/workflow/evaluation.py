@@ -34,9 +34,9 @@ from ..types.defaults import FEED_S
 from ..types.validation import check_least
 from ..weights import fetch_version
 from .data import Prompts
-from .events.event_sinks import EventSink
-from .events.failure_limit import KEPT
-from .events.step_files import write_batch
+from .loops.event_sinks import EventSink
+from .loops.record_files import write_batch
+from .loops.waits import KEPT
 from .model_folder import write_model_folder
 from .rewards import Rewards
 from .run import Run

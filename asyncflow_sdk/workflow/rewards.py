@@ -25,9 +25,9 @@ from ..plugins import import_path
 from ..queue.protocol import error_text
 from ..types import Batch
 from ..types.validation import check_above, check_least
+from .loops.user_code import ServiceAway, ServiceWatch
 from .serialization import Serializable
 from .work import full_name, is_coroutine, needs_of, plain_function, short_name, takes_all
-from .workers.user_code import ServiceAway, ServiceWatch
 
 PREFIX = "reward_"
 """Prefix of the columns of single rewards."""

@@ -41,15 +41,12 @@ from ..weights import Restoration, TransportPublisher, TransportSubscriber, get_
 from ..weights.publisher import version_number
 from .checkpoint import Checkpoints, ResumePoint
 from .data import Feeder, Prompts, Selection, prompt_source
-from .events.event_sinks import EventSink
-from .events.failure_limit import FailureLimit
-from .events.waits import LOOK_S, StallTimer, is_complete, waits_text
+from .loops.event_sinks import EventSink
+from .loops.waits import LOOK_S, FailureLimit, StallTimer, is_complete, waits_text
+from .processes.ranks import RankId
+from .processes.worker_pool import Endpoint, Worker, WorkerPool
 from .run_directory import remove_addresses
 from .specs import Rollout, Stage, Train, declare_task
-from .workers.logs import LogFolder
-from .workers.ranks import RankId
-from .workers.supervisor import Worker
-from .workers.worker_pool import Endpoint, WorkerPool
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -99,9 +96,7 @@ class Run(WeightSync):
         )  # other processes start workers of the same roles
         if logs is None and directory is not None:
             logs = directory / "logs"
-        self._pool = WorkerPool(
-            self.queue, self._near(), far or self._near(), mark, LogFolder(logs), self.fail, on_failure
-        )
+        self._pool = WorkerPool(self.queue, self._near(), far or self._near(), mark, logs, self.fail, on_failure)
         self._changes = self._pool.changed
 
     @property

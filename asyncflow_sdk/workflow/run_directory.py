@@ -35,8 +35,7 @@ from ..types import Batch
 from ..types.defaults import GROUP_SIZE
 from ..wire import LOOPBACK, RETRY_S, own_address, probe
 from .checkpoint import newest
-from .events.event_file import EVENTS
-from .events.step_files import STEP_FILE, read_batch, write_batch
+from .loops.record_files import EVENTS, STEP_FILE, read_batch, write_batch
 from .model_folder import steps_in
 from .serialization import MAP, NAME, TYPE, Serializable, differences, from_json, to_json
 

@@ -25,8 +25,11 @@ from ..types.defaults import AGENT_S, CONCURRENCY, GROUP_SIZE, LEASE_S, PRODUCER
 from ..types.spans import FINISH_REASON
 from ..types.tasks import SamplerSpec
 from ..types.validation import check_above, check_least
+from .loops.agent import Agent
+from .loops.stage_worker import run_stage
+from .loops.user_code import CallLimit
+from .processes.ranks import RankCommunicator, own_rank
 from .rewards import Rewards, work_path
-from .rollout.agent import Agent
 from .serialization import Serializable
 from .work import (
     EngineSpec,
@@ -38,10 +41,6 @@ from .work import (
     takes_all,
     without_fast_file,
 )
-from .workers.call_limit import CallLimit
-from .workers.rank_communicator import RankCommunicator
-from .workers.ranks import own_rank
-from .workers.stage_worker import run_stage
 
 RESPONSE_COLUMNS = ("response_ids", "logprobs", VERSION_SPANS, FINISH_REASON)
 

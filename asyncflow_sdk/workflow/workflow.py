@@ -36,25 +36,23 @@ from ..types.spans import FINISH_REASON
 from .data import Feeder, PromptStream, Selection, prompt_source, select_like
 from .endpoints import serve
 from .evaluation import EVALUATION, SCORES, Evaluator, TrainerState, read_evaluations
-from .events.event_file import EVENTS
-from .events.event_sinks import EventSink, Listener
-from .events.failure_limit import FailureLimit
-from .events.progress_line import ProgressLine
-from .events.recorder import Recorder
-from .events.trackers import tracker_list
-from .events.waits import StallTimer
+from .loops.engine_gateway import derived_seed
+from .loops.event_sinks import EventSink, Listener, ProgressLine
+from .loops.record_files import EVENTS
+from .loops.recorder import Recorder
+from .loops.trackers import tracker_list
+from .loops.waits import FailureLimit, StallTimer
 from .plan.checks import check_plan, find_models
 from .plan.plan import AHEAD_STEPS, Plan, WorkflowOptions
 from .plan.text import describe, mermaid, plan_text
+from .processes.signals import StopSignals
+from .processes.worker_pool import Worker
 from .rewards import Rewards
-from .rollout.engine_gateway import derived_seed
 from .run import Run
 from .run_directory import Leg, RunDirectory
 from .serialization import Serializable, keywords_of
 from .specs import TRAINED, Rollout, Stage, Train, declare_task
 from .work import Generate
-from .workers.signals import StopSignals
-from .workers.supervisor import Worker
 
 _OnEvent: TypeAlias = Callable[[Event], None]
 REWARD_STEPS = 20

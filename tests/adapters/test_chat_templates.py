@@ -15,8 +15,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import SchemaError
 from asyncflow_sdk.types import Ragged
-from asyncflow_sdk.workflow.rollout.chat import PromptEncoder
-from asyncflow_sdk.workflow.rollout.tokenizer import Tokenizer
+from asyncflow_sdk.workflow.loops.chat import PromptEncoder
+from asyncflow_sdk.workflow.loops.tokenizer import Tokenizer
 
 QWEN = """{%- if tools %}{{- '<|im_start|>system\\n' }}{% for tool in tools %}{{- tool | tojson }}\n{% endfor %}{{- '<|im_end|>\\n' }}{% endif %}
 {%- for message in messages %}

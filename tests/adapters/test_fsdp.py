@@ -28,7 +28,7 @@ from asyncflow_sdk.testing.kit.conformance import checks_of
 from asyncflow_sdk.testing.kit.ranks import RankProcesses
 from asyncflow_sdk.testing.kit.train.lab import Tensors, copied, distance
 from asyncflow_sdk.types import Batch, Ragged, to_torch
-from asyncflow_sdk.workflow.workers.ranks import free_port
+from asyncflow_sdk.workflow.processes.ranks import free_port
 from asyncflow_torch.export import export_folder
 from asyncflow_torch.folder_map import FolderMap, runs_of
 from asyncflow_torch.ranks import Ranks as TorchRanks

@@ -12,7 +12,7 @@ import pytest
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError
-from asyncflow_sdk.workflow.rollout.tokenizer import end_tokens
+from asyncflow_sdk.workflow.loops.tokenizer import end_tokens
 
 NAMED = {"tokenizer_config.json": {"eos_token": {"content": "</s>"}}}
 ADDED = {"tokenizer.json": {"added_tokens": [{"id": 5, "content": "</s>"}], "model": {"vocab": {"</s>": 4}}}}

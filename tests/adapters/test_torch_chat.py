@@ -17,9 +17,9 @@ import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.testing import EchoRollout
 from asyncflow_sdk.types import Ragged
-from asyncflow_sdk.workflow.rollout.agent import Turns
-from asyncflow_sdk.workflow.rollout.chat import PromptEncoder
-from asyncflow_sdk.workflow.rollout.tokenizer import Tokenizer
+from asyncflow_sdk.workflow.loops.agent import Turns
+from asyncflow_sdk.workflow.loops.chat import PromptEncoder
+from asyncflow_sdk.workflow.loops.tokenizer import Tokenizer
 from asyncflow_torch.reference import tiny_model
 
 IM = """{%- if tools %}

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import asyncflow_sdk as af
 from asyncflow_sdk.cli.app import app
-from asyncflow_sdk.workflow.events.step_files import read_batch
+from asyncflow_sdk.workflow.loops.record_files import read_batch
 
 HELD_OUT = {"prompt_ids": [[5, 6, 7], [8, 9], [10, 11, 12, 13]]}
 TOKENS = 8

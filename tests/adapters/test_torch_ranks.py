@@ -13,7 +13,7 @@ from children import Child
 from ranks_children import one_of_two
 
 from asyncflow_sdk.errors import ConfigError, EngineError
-from asyncflow_sdk.workflow.workers.ranks import free_port
+from asyncflow_sdk.workflow.processes.ranks import free_port
 from asyncflow_torch.ranks import Ranks
 from asyncflow_torch.schedules import go_to, make_schedule
 

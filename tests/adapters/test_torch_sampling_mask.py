@@ -19,7 +19,7 @@ from asyncflow_sdk.errors import SchemaError
 from asyncflow_sdk.testing import EchoRollout, EchoTrain
 from asyncflow_sdk.types import Batch
 from asyncflow_sdk.types.events import StepTrained
-from asyncflow_sdk.workflow.rollout.engine_gateway import EngineGateway
+from asyncflow_sdk.workflow.loops.engine_gateway import EngineGateway
 from asyncflow_torch.collate import KeptTokens
 from asyncflow_torch.generation.sampler import draw
 from asyncflow_torch.train import TorchEngine

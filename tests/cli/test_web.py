@@ -26,7 +26,7 @@ from waiting import until
 from asyncflow_sdk.cli.report.page_server import MOST_CONNECTIONS, LivePage, PageServer
 from asyncflow_sdk.types import Batch, pack
 from asyncflow_sdk.types import events as ev
-from asyncflow_sdk.workflow.events.step_files import step_path, write_batch
+from asyncflow_sdk.workflow.loops.record_files import step_path, write_batch
 
 HOSTILE = "</dd><script>document.title='stolen'</script><img src=x onerror=\"document.title='stolen'\">"
 

@@ -31,8 +31,8 @@ from asyncflow_sdk.types.tasks import TaskSpec
 from asyncflow_sdk.wire import ensure_keys
 from asyncflow_sdk.workflow.data import load_prompts
 from asyncflow_sdk.workflow.evaluation import EVALUATION, SCORES, Evaluator, TrainerState
-from asyncflow_sdk.workflow.events.recorder import Recorder
-from asyncflow_sdk.workflow.events.step_files import read_steps
+from asyncflow_sdk.workflow.loops.record_files import read_steps
+from asyncflow_sdk.workflow.loops.recorder import Recorder
 from asyncflow_sdk.workflow.specs import declare_task
 
 

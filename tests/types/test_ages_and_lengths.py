@@ -5,7 +5,7 @@ import pytest
 
 from asyncflow_sdk.types import Ragged, token_ages, token_staleness
 from asyncflow_sdk.types.reports import length_bins
-from asyncflow_sdk.workflow.events.lengths import LengthHistogram, bin_start
+from asyncflow_sdk.workflow.loops.statistics import LengthHistogram, bin_start
 
 pytestmark = pytest.mark.fast
 

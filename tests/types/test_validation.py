@@ -15,7 +15,7 @@ import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.interfaces import Placement
 from asyncflow_sdk.types.validation import check_fields, check_types, hint
-from asyncflow_sdk.workflow.workers.engines import type_errors
+from asyncflow_sdk.workflow.loops.engines import type_errors
 
 pytestmark = pytest.mark.fast
 

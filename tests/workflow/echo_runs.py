@@ -24,7 +24,7 @@ from waiting import until
 import asyncflow_sdk as af
 from asyncflow_sdk.testing import EchoTrain
 from asyncflow_sdk.types.events import StepTrained, WorkerState
-from asyncflow_sdk.workflow.workers.ranks import free_port
+from asyncflow_sdk.workflow.processes.ranks import free_port
 
 PROMPTS = {"prompt_ids": af.Ragged.of([[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]])}
 TOML = """\

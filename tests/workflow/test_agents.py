@@ -17,8 +17,8 @@ import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, EngineError
 from asyncflow_sdk.testing import EchoRollout
 from asyncflow_sdk.types.events import Event, Loaded
-from asyncflow_sdk.workflow.rollout import agent_runner
-from asyncflow_sdk.workflow.workers.user_code import ServiceAway
+from asyncflow_sdk.workflow.loops import agent as agents
+from asyncflow_sdk.workflow.loops.user_code import ServiceAway
 
 LIMIT_S = 60
 
@@ -283,7 +283,7 @@ def rewards_of(agent: af.Agent, notes: list[str], rows: int = 1) -> list[Any]:
     """What conversations at the same time give, or raise."""
 
     async def converse() -> list[Any]:
-        runner = agent_runner.AgentRunner(agent, notes.append)
+        runner = agents.AgentRunner(agent, notes.append)
         each = [runner.converse(Spoken, {"number": number}, number) for number in range(rows)]
         try:
             return await asyncio.gather(*each, return_exceptions=True)
@@ -306,7 +306,7 @@ def test_code_that_blocks_the_event_loop_is_named(monkeypatch: pytest.MonkeyPatc
             super().append(text)
             freed.set()
 
-    monkeypatch.setattr(agent_runner, "BLOCKED_S", 0.2)
+    monkeypatch.setattr(agents, "BLOCKED_S", 0.2)
     notes = Notes()
     # when
     rewards = rewards_of(af.Agent(function=slow, gives=("reward",)), notes)
@@ -342,7 +342,7 @@ def test_absent_service_is_waited_for_with_one_warning(plain: bool, monkeypatch:
     assert len(notes) == 1
     # when
     limit = 10**6
-    monkeypatch.setattr(agent_runner, "SERVICE_S", 1.0)
+    monkeypatch.setattr(agents, "SERVICE_S", 1.0)
     failed = rewards_of(replace(agent, timeout_s=1.0), notes, 2)
     # then
     assert ServiceAway in map(type, failed)

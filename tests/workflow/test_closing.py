@@ -135,7 +135,7 @@ class Cut(EchoTrain):
 
 
 def test_a_thread_that_does_not_end_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncflow_sdk.workflow.workers.worker_pool.GRACE_S", 0.01)
+    monkeypatch.setattr("asyncflow_sdk.workflow.processes.worker_pool.GRACE_S", 0.01)
     entered, opened = threading.Event(), threading.Event()
 
     def waits(x: list[float]) -> list[float]:

@@ -19,7 +19,7 @@ import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, WorkerFailed
 from asyncflow_sdk.testing import EchoTrain
 from asyncflow_sdk.types.events import Event, LeaseReturned, Note, WorkerState
-from asyncflow_sdk.workflow.workers.signals import stop_signals
+from asyncflow_sdk.workflow.processes.signals import stop_signals
 
 LONG = 100_000
 
@@ -144,7 +144,7 @@ def test_a_second_ctrl_c_kills_the_workers_that_the_first_has_not_ended(tmp_path
 
 def patient_workflow() -> af.Workflow:
     """Its driver waits for workers that do not end until it is told again."""
-    from asyncflow_sdk.workflow.workers import worker_pool
+    from asyncflow_sdk.workflow.processes import worker_pool
 
     worker_pool.GRACE_S = 3600.0
     return long_workflow()

@@ -12,7 +12,7 @@ from asyncflow_sdk.cli.report.page import write_report
 from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.testing import EchoTrain
 from asyncflow_sdk.types import Batch
-from asyncflow_sdk.workflow.events.recorder import Recorder
+from asyncflow_sdk.workflow.loops.recorder import Recorder
 
 DRIFT = "the log-probs of rollout and trainer differ"
 

@@ -17,7 +17,7 @@ from test_producers import produce
 import asyncflow_sdk as af
 from asyncflow_sdk.testing import Conformance, EchoRollout
 from asyncflow_sdk.types import ColumnSpec
-from asyncflow_sdk.workflow.rollout.engine_gateway import EngineGateway
+from asyncflow_sdk.workflow.loops.engine_gateway import EngineGateway
 
 PLUGIN = '''
 import asyncflow_sdk as af

@@ -22,7 +22,7 @@ from asyncflow_sdk.interfaces import Completion, Request
 from asyncflow_sdk.testing import EchoRollout, EchoTrain
 from asyncflow_sdk.types import events as ev
 from asyncflow_sdk.types import token_versions
-from asyncflow_sdk.workflow.events.step_files import read_batch
+from asyncflow_sdk.workflow.loops.record_files import read_batch
 
 HELD_OUT = {"prompt_ids": [[7, 7], [8, 8, 8], [9]]}
 

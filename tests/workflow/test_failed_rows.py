@@ -25,9 +25,9 @@ import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, WorkerFailed
 from asyncflow_sdk.types import events as ev
 from asyncflow_sdk.types.reports import FailedGroup
-from asyncflow_sdk.workflow.events.failure_limit import FailureLimit
-from asyncflow_sdk.workflow.workers import call_limit
-from asyncflow_sdk.workflow.workers.process_launcher import WorkerOutput
+from asyncflow_sdk.workflow.loops import user_code
+from asyncflow_sdk.workflow.loops.waits import FailureLimit
+from asyncflow_sdk.workflow.processes.launchers import WorkerOutput
 
 PROMPTS: dict[str, Any] = {"prompt_ids": af.Ragged.of([[13], *([n, n] for n in range(8))])}
 
@@ -185,7 +185,7 @@ def test_the_end_of_a_log_names_the_innermost_frames_of_a_call_that_took_too_lon
 
 
 def test_a_coroutine_that_swallows_its_cancellation_ends_as_a_call_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_limit, "GRACE_S", 0.1)
+    monkeypatch.setattr(user_code, "GRACE_S", 0.1)
     released = threading.Event()
 
     async def retries(number: Any) -> Any:

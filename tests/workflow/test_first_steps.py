@@ -12,9 +12,8 @@ from echo_runs import echo_workflow, events_of
 import asyncflow_sdk as af
 from asyncflow_sdk.cli.report.page import write_report
 from asyncflow_sdk.cli.report.summary import facts
-from asyncflow_sdk.workflow.events.event_file import lasting_notes
-from asyncflow_sdk.workflow.events.first_steps import NOTHING, FirstSteps
-from asyncflow_sdk.workflow.events.recorder import Recorder
+from asyncflow_sdk.workflow.loops.record_files import lasting_notes
+from asyncflow_sdk.workflow.loops.recorder import NOTHING, FirstSteps, Recorder
 
 
 def never_right(response_ids: Any) -> list[float]:

@@ -26,7 +26,7 @@ from asyncflow_sdk.errors import WorkerFailed
 from asyncflow_sdk.interfaces import Launcher, Placement, WorkerExit, WorkerHandle, WorkerSpec
 from asyncflow_sdk.types.events import Event, StepTrained, WorkerState
 from asyncflow_sdk.workflow import CommandLauncher
-from asyncflow_sdk.workflow.workers import process_launcher
+from asyncflow_sdk.workflow.processes import launchers
 
 PLUGIN = """
 import asyncflow_sdk as af
@@ -95,7 +95,7 @@ def scripted() -> Scripted:
 @pytest.fixture
 def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scripted:
     """The launcher "scripted" is installed; what died is started again at once."""
-    monkeypatch.setattr("asyncflow_sdk.workflow.workers.supervisor.BACKOFF_S", 0.001)
+    monkeypatch.setattr("asyncflow_sdk.workflow.processes.worker_pool.BACKOFF_S", 0.001)
     install_plugin(tmp_path, monkeypatch, "scripting", PLUGIN)
     made.append(Scripted())
     return made[-1]
@@ -151,7 +151,7 @@ def test_a_worker_that_ends_well_after_it_died_is_through(launcher: Scripted) ->
 def test_a_worker_that_has_died_is_not_waited_for_when_all_is_over(
     launcher: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncflow_sdk.workflow.workers.supervisor.BACKOFF_S", 3600.0)
+    monkeypatch.setattr("asyncflow_sdk.workflow.processes.worker_pool.BACKOFF_S", 3600.0)
     events: list[Event] = []
     launcher.starts = [WorkerExit(-9)]
     with af.serve(on_event=events.append) as run:
@@ -195,7 +195,7 @@ def test_workers_are_stopped_and_killed_at_the_same_time_not_one_after_another(
     launcher: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And their launcher is closed when all have ended."""
-    monkeypatch.setattr("asyncflow_sdk.workflow.workers.worker_pool.GRACE_S", 0.01)
+    monkeypatch.setattr("asyncflow_sdk.workflow.processes.worker_pool.GRACE_S", 0.01)
     end = threading.Event()
     launcher.starts = [lambda handle: WorkerExit(0 * end.wait(60))] * 3
     with af.serve() as run:
@@ -236,7 +236,7 @@ class OneCommand(CommandLauncher):
 def test_a_rank_that_ends_well_does_not_wait_for_the_log_of_its_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_launcher, "_COPY_S", 3600.0)
+    monkeypatch.setattr(launchers, "_COPY_S", 3600.0)
     launcher, place = OneCommand(), Placement()
     specs = [
         WorkerSpec(name=f"w-{n}", role={}, address="", rank=n, placement=place, log=tmp_path / f"{n}") for n in (0, 1)

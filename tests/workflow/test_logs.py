@@ -11,7 +11,7 @@ from functions import doubled, vanishes, writes_and_dies
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import WorkerFailed
-from asyncflow_sdk.workflow.workers import process_launcher
+from asyncflow_sdk.workflow.processes import launchers
 
 
 def test_workers_of_a_run_with_a_directory_log_there(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_the_log_of_a_worker_that_failed_stays(tmp_path: Path, monkeypatch: pyte
 
 def test_logs_rotate_and_the_last_lines_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # given a worker that writes three times the size of a log, and dies
-    monkeypatch.setattr(process_launcher, "LOG_BYTES", 200_000)
+    monkeypatch.setattr(launchers, "LOG_BYTES", 200_000)
     dies = af.Stage(writes_and_dies, task="after", needs=["response_ids"], gives=["again"], max_restarts=0)
     with af.serve(tmp_path / "run") as run:
         run.queue.put({"response_ids": [[1]]})

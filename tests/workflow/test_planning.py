@@ -27,7 +27,7 @@ def asyncflow_adapters():
         rollout("unmapped", "OnlyByFile", swap=["drain"], transports=["file", "tcp"]),
         rollout("special", "OnlyByFile", transports=["cuda-ipc", "hand"]),
         rollout("liar", "OnlyByFile", transports=["shm"]),
-        af.AdapterSpec(kind="launcher", name="far", factory="asyncflow_sdk.workflow.workers.process_launcher:ProcessLauncher", can={"hosts": "many"}),
+        af.AdapterSpec(kind="launcher", name="far", factory="asyncflow_sdk.workflow.processes.launchers:ProcessLauncher", can={"hosts": "many"}),
         af.AdapterSpec(kind="transport", name="hand", factory="asyncflow_sdk.weights.transports.tcp:TcpTransport", can={"hosts": "many"}),
     ]
 """

@@ -22,8 +22,8 @@ from gates import Gates
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, SchemaError
 from asyncflow_sdk.workflow.data import HEAD, PromptStream, Selection, StreamedPrompts
-from asyncflow_sdk.workflow.rollout.chat import PromptEncoder
-from asyncflow_sdk.workflow.rollout.tokenizer import Tokenizer
+from asyncflow_sdk.workflow.loops.chat import PromptEncoder
+from asyncflow_sdk.workflow.loops.tokenizer import Tokenizer
 
 ROWS = [{"prompt": "2+3=", "answer": "5"}, {"prompt": "1+1=", "answer": "2"}]
 CHAT = [{"role": "user", "content": "2+3="}]

@@ -23,8 +23,8 @@ from asyncflow_sdk.types.events import Note, StepTrained
 
 pytestmark = pytest.mark.fast
 
-RECORDER = "asyncflow_sdk.workflow.events.recorder"
-SINKS = "asyncflow_sdk.workflow.events.event_sinks"
+RECORDER = "asyncflow_sdk.workflow.loops.recorder"
+SINKS = "asyncflow_sdk.workflow.loops.event_sinks"
 
 
 class Held:

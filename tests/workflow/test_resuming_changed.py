@@ -14,7 +14,7 @@ from functions import doubled_length
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError, WorkerFailed
 from asyncflow_sdk.testing import EchoTrain
-from asyncflow_sdk.workflow.events.step_files import read_batch
+from asyncflow_sdk.workflow.loops.record_files import read_batch
 from asyncflow_sdk.workflow.run_directory import RunDirectory
 from asyncflow_sdk.workflow.serialization import MAP, differences, to_json
 

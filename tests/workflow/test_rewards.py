@@ -21,9 +21,9 @@ from judges import Judge
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError
 from asyncflow_sdk.workflow import rewards
+from asyncflow_sdk.workflow.loops import user_code
+from asyncflow_sdk.workflow.loops.user_code import ServiceAway
 from asyncflow_sdk.workflow.work import as_trl, is_of_trl, needs_of
-from asyncflow_sdk.workflow.workers import user_code
-from asyncflow_sdk.workflow.workers.user_code import ServiceAway
 
 
 def even(prompt_ids: Any) -> list[float | None]:

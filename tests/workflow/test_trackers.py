@@ -161,7 +161,7 @@ def test_one_that_exits_does_not_end_the_run(tmp_path: Path) -> None:
 
 
 def test_one_that_never_closes_is_left_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncflow_sdk.workflow.events.trackers.CLOSE_S", 0.5)
+    monkeypatch.setattr("asyncflow_sdk.workflow.loops.trackers.CLOSE_S", 0.5)
     hang.clear()
     assert workflow((Hangs, {"at": "close"}), (Lines, {"file": "good"})).run(tmp_path / "run").summary["steps"] == 3
     until(lambda: heard(tmp_path / "run" / "good")[-1] == ["close"], "the other one's, late on a slow machine")
@@ -172,7 +172,7 @@ def test_one_that_never_closes_is_left_to_itself(tmp_path: Path, monkeypatch: py
 
 def test_a_slow_one_gets_every_step_and_not_every_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # given: a tracker that is held until the last step, and more events than may wait
-    monkeypatch.setattr("asyncflow_sdk.workflow.events.trackers.MOST_WAITING", 5)
+    monkeypatch.setattr("asyncflow_sdk.workflow.loops.trackers.MOST_WAITING", 5)
     hang.clear()
     heard_by_us: list[ev.Event] = []
 

@@ -22,7 +22,7 @@ from waiting import until
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import DeadlineExceeded, ServerLost
 from asyncflow_sdk.testing import EchoTrain
-from asyncflow_sdk.workflow.events.waits import StallTimer
+from asyncflow_sdk.workflow.loops.waits import StallTimer
 
 
 def serve_and_wait(directory: str) -> None:

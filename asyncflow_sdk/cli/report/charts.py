@@ -25,7 +25,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
-from ...workflow.events.lengths import bin_start
+from ...workflow.loops.statistics import bin_start
 from ..figures import TRAILING
 from ..formats import duration
 from .run_record import WAIT, Interval, RunRecord, order, shares, steady_window

@@ -29,7 +29,7 @@ from rich.console import Console
 
 from ...errors import AsyncFlowError, ConfigError
 from ...types.defaults import CALL_S
-from ...workflow.events.event_file import EVENTS
+from ...workflow.loops.record_files import EVENTS
 from ...workflow.run_directory import advertised
 from ..figures import QueueFigures
 from ..signals import stop_as_interrupt

@@ -23,10 +23,8 @@ import numpy.typing as npt
 
 from ...errors import ConfigError
 from ...types.events import Evaluated, Event, Loaded, Published, RowsEnded, Span, StepTrained, WorkerState
-from ...workflow.events.event_file import EVENTS, read_events
-from ...workflow.events.samples import sample_rows
-from ...workflow.events.statistics import LengthStatistics
-from ...workflow.events.step_files import step_path
+from ...workflow.loops.record_files import EVENTS, read_events, sample_rows, step_path
+from ...workflow.loops.statistics import LengthStatistics
 from ..figures import Figures, RunFold
 from ..formats import by_name
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ...workflow.workers.user_code import ServiceAway
+from ...workflow.loops.user_code import ServiceAway
 
 FAILURE = "told to fail, to see whether anyone hears of it"
 

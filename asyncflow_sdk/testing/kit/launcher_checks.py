@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from ...errors import ConfigError
 from ...interfaces import Launcher, Placement, WorkerExit, WorkerHandle, WorkerSpec
 from ...workflow import Logprobs, Run, Stage, serve
+from ...workflow.processes.ranks import RankLauncher
 from ...workflow.serialization import to_json
 from ...workflow.specs import declare_task
-from ...workflow.workers.ranks import RankLauncher
 from . import functions
 from .check import DoesNotApply, checks, expect
 from .lab import PlainLab

@@ -27,7 +27,7 @@ from ...errors import AsyncFlowError, ConfigError, error_from_name
 from ...interfaces import StepResult, TrainEngine, WeightUpdate
 from ...plugins import import_name, import_path
 from ...types import Batch, Ragged, Shard
-from ...workflow.workers.ranks import free_port
+from ...workflow.processes.ranks import free_port
 from .check import CheckFailed
 from .train.lab import copied
 from .updates import HeldUpdate

@@ -20,13 +20,13 @@ from ...types.validation import check_above, check_least
 from ...weights import AUTO, TransportPublisher, make_transport
 from ...wire import transport_of
 from ..evaluation import EVALUATION
-from ..events.trackers import check_tracker
+from ..loops.engines import check_mask, frozen_options, odd_options, whole_step_text
+from ..loops.tokenizer import Tokenizer, with_stop_ids
+from ..loops.trackers import check_tracker
 from ..model_folder import OWN_CODE, WEIGHTS, ModelFolder, model_folder, own_model
-from ..rollout.tokenizer import Tokenizer, with_stop_ids
+from ..processes.ranks import check_ranks
 from ..specs import Rollout, Stage, Train, takes_trained
 from ..work import EngineSpec, Generate, Logprobs
-from ..workers.engines import check_mask, frozen_options, odd_options, whole_step_text
-from ..workers.ranks import check_ranks
 from .choices import rows_needed
 from .dataflow import same_name
 from .plan import AHEAD_STEPS, PROMPT, Plan

@@ -25,10 +25,10 @@ from ...weights import AUTO
 from ...wire import is_loopback
 from ..data import LongPrompts, Prompts, PromptStream, Selection
 from ..evaluation import EVALUATION, SCORES, Evaluation
-from ..events.trackers import Tracked
-from ..rollout.tokenizer import named_end_tokens
+from ..loops.tokenizer import named_end_tokens
+from ..loops.trackers import Tracked
+from ..processes.launchers import reaches_hosts
 from ..specs import TRAINED, Rollout, Stage, Train, takes_trained
-from ..workers.launchers import reaches_hosts
 from .choices import Choice, choose_encoding, choose_swap, choose_transport
 from .dataflow import PROMPTS, Dataflow, Edge, Node
 from .problems import Key, Problems

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import AsyncFlowError, ConfigError, PluginError
 from ...interfaces import Launcher, Placement
-from ..workers.launchers import Launchers
+from ..processes.launchers import Launchers
 
 Key = tuple[str | int, ...]
 """The path of a value in a workflow: ("batch_size",), ("rollout", 0, "model")."""

@@ -8,8 +8,8 @@ import numpy.typing as npt
 from ...errors import ConfigError, PluginError, SchemaError
 from ...types import Batch, Ragged
 from ..data import cut_prompts
-from ..rollout.chat import PromptEncoder
-from ..rollout.tokenizer import Tokenizer, token_ids
+from ..loops.chat import PromptEncoder
+from ..loops.tokenizer import Tokenizer, token_ids
 from ..specs import Rollout
 from .plan import PROMPT, Plan
 

@@ -12,7 +12,7 @@ import msgspec
 from ...interfaces import Placement
 from ...ledger import TaskSpec
 from ...types import Sampling
-from ..events.trackers import tracker_label
+from ..loops.trackers import tracker_label
 from ..model_folder import snapshot_of
 from ..rewards import function_names
 from ..specs import TRAINED, Rollout, Stage, Train, takes_trained

@@ -24,7 +24,7 @@ import transformers
 from ctranslate2.converters import TransformersConverter
 
 import asyncflow_sdk as af
-from asyncflow_sdk.workflow.rollout.tokenizer import end_tokens
+from asyncflow_sdk.workflow.loops.tokenizer import end_tokens
 
 
 class CTranslate2Engine(af.RolloutEngine):

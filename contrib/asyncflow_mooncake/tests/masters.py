@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from asyncflow_sdk.workflow.workers.ranks import free_port
+from asyncflow_sdk.workflow.processes.ranks import free_port
 
 
 class Master:

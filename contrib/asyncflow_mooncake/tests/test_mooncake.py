@@ -26,7 +26,7 @@ from asyncflow_sdk.errors import ConfigError, MemoryFull
 from asyncflow_sdk.interfaces import TransferQueue
 from asyncflow_sdk.testing import Conformance
 from asyncflow_sdk.testing.stored_run import StoredRun, squares, until
-from asyncflow_sdk.workflow.workers.ranks import free_port
+from asyncflow_sdk.workflow.processes.ranks import free_port
 
 SHARED = f"127.0.0.1:{free_port()}"
 kit = Conformance("store", "mooncake", options={"master": SHARED, "segment_bytes": 64 << 20})

@@ -23,7 +23,7 @@ import asyncflow_sdk as af
 from asyncflow_prometheus.tracker import MOST_CONNECTIONS, PrometheusTracker
 from asyncflow_sdk.testing import Conformance
 from asyncflow_sdk.types import events as ev
-from asyncflow_sdk.workflow.workers.ranks import free_port
+from asyncflow_sdk.workflow.processes.ranks import free_port
 
 kit = Conformance("tracker", "prometheus", options={"port": 0})
 RULES = resources.files("asyncflow_prometheus") / "rules.yml"

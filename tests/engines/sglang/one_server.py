@@ -41,7 +41,7 @@ def model() -> str:
 @functools.cache
 def server() -> Server:
     """The one that is shared, of models like the kit's: there until this process ends."""
-    from asyncflow_sdk.workflow.workers.ranks import free_port
+    from asyncflow_sdk.workflow.processes.ranks import free_port
     from asyncflow_sglang.arguments import own_arguments, own_environment
     from asyncflow_sglang.process import SGLangProcess
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from waiting import until
 
-from asyncflow_sdk.workflow.workers.ranks import free_port
+from asyncflow_sdk.workflow.processes.ranks import free_port
 
 OPTIONS = {"dtype": "float32", "max_rows": 32, "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
 ARGUMENTS = [

@@ -15,7 +15,7 @@ import numpy as np
 from ....plugins import import_path
 from ....types import Batch, Ragged, Sampling, token_versions
 from ....workflow import Rollout, Run, Stage, serve
-from ....workflow.workers.supervisor import Worker
+from ....workflow.processes.worker_pool import Worker
 from .. import functions
 from ..check import NotAsked, checks, expect
 from .lab import RolloutLab

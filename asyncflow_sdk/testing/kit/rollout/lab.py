@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ....errors import EngineError
 from ....interfaces import Completion, Completions, Request, RolloutEngine, WeightUpdate
 from ....types import Ragged, Sampling, VersionSpan
-from ....workflow.rollout.engine_columns import EngineColumns, gives_of
+from ....workflow.loops.engine_gateway import EngineColumns, gives_of
 from ..check import CheckFailed, DoesNotApply, expect
 from ..diagnosis import CACHE, CACHE_HINT, Diagnosis, diagnose_form, diagnose_logprobs, diagnose_tokens
 from ..lab import Lab

@@ -14,7 +14,7 @@ import numpy as np
 from ....errors import EngineError
 from ....interfaces import Completion, Request
 from ....types import VersionSpan
-from ....workflow.rollout.engine_gateway import EngineGateway
+from ....workflow.loops.engine_gateway import EngineGateway
 from ..check import CheckFailed, checks, expect, needs
 from .basic import check_apart
 from .lab import Ids, RolloutLab, first_tokens

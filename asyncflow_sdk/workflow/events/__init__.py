@@ -1,1 +1,0 @@
-"""Event sinks: the recorder of a run, trackers, and the statistics of both."""

@@ -1,0 +1,1 @@
+"""The loops of workers, rollout, stage and train, and their events."""

@@ -1,0 +1,1 @@
+"""The processes of a run's workers: launchers, supervision, ranks."""

@@ -1,1 +1,0 @@
-"""The rollout worker: its state machine and the parts that it calls."""

@@ -1,1 +1,0 @@
-"""Workers: their processes, supervision and loops."""
