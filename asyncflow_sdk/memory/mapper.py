@@ -42,12 +42,6 @@ class MappedSegment:
         self._users = self._copying = 0
         self._lock, self._closing, self._pid = lock, False, os.getpid()
 
-    def read(self, start: int, nbytes: int, serial: int) -> bytes:
-        """Return a copy of a block, without allocating missing pages."""
-        raw = os.pread(self.fd, nbytes, start)
-        self.check(start, serial)
-        return raw
-
     def check(self, start: int, serial: int) -> None:
         """Raise LeaseLost if the block was freed, which clears the serial first: else a copy made before is valid."""
         head = os.pread(self.fd, HEADER_BYTES, start) if start >= 0 else b""
@@ -237,9 +231,12 @@ class Mapper:
         return array[first - low : stop - low]
 
     def copy(self, segment: str, start: int, serial: int, nbytes: int) -> bytes:
-        """Return a copy of a block."""
+        """Return a copy of a block, without allocating missing pages."""
         with self._lock:
-            return self._find(segment, start + nbytes).read(start, nbytes, serial)
+            mapped = self._find(segment, start + nbytes)
+            raw = os.pread(mapped.fd, nbytes, start)
+            mapped.check(start, serial)
+            return raw
 
     @contextlib.contextmanager
     def mapped(self, segment: str, stop: int) -> Iterator[MappedSegment]:

@@ -90,15 +90,11 @@ def block_header(serial: int) -> bytes:
 def find_blocks(path: Path, starts: Sizes, serials: Sizes, sizes: Sizes) -> npt.NDArray[np.bool_]:
     """Return a mask of the blocks still in a segment's file; all False without a file."""
     found = np.zeros(len(starts), np.bool_)
-    with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            size = os.fstat(fd).st_size
-            for number, start in enumerate(starts.tolist()):  # pread, because mapping would allocate missing pages
-                if start + int(sizes[number]) <= size:
-                    found[number] = os.pread(fd, HEADER.size, start) == HEADER.pack(MAGIC, int(serials[number]))
-        finally:
-            os.close(fd)
+    with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        for number, start in enumerate(starts.tolist()):  # pread, because mapping would allocate missing pages
+            if start + int(sizes[number]) <= size:
+                found[number] = os.pread(file.fileno(), HEADER.size, start) == block_header(int(serials[number]))
     return found
 
 

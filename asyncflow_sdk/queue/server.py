@@ -168,12 +168,11 @@ class QueueServer:
         """Bind to ``addresses``. The key is published first: a client able to connect finds it."""
         keys, run = (None, None) if self._keys is None else (self._keys.server, self._keys.run)
         offer_key(self.directory.path, addresses, run, bound=False)
-        hold = self._files is not None
 
         def ask(key: str, verdict: Callable[[bool], None]) -> None:
             verdict(self._executor.admits(key))
 
-        server = Server(RouterSockets(addresses, keys, insecure=insecure, ask=ask), self, max_call_bytes, hold)
+        server = Server(RouterSockets(addresses, keys, insecure=insecure, ask=ask), self, max_call_bytes)
         offer_key(self.directory.path, server.addresses, run, bound=True)
         return server
 

@@ -138,7 +138,7 @@ class Client:
         closes for good or its process ends, and on ``close``; WireError if interrupted since ``since``; ProtocolError
         for a request above ``max_bytes``, and for an answer in pieces above ``max_answer_bytes``; AccessDenied."""
         waits = (timeout_s, GRACE_S if grace_s is None else grace_s, self.resend_s)
-        exchange = RequestExchange(self._numbers, body, payload, *waits, max_answer_bytes)
+        exchange = RequestExchange(self._numbers, body, payload, waits, max_answer_bytes)
         self.check_size(exchange.nbytes)
         with self._lock:
             self.check()
@@ -176,7 +176,7 @@ class Client:
 
     async def aexchange(self, body: bytes, timeout_s: float, payload: Sequence[Any] = ()) -> WireReply:
         """Like ``exchange``, on the running event loop. Cancelling it cancels the server's work."""
-        exchange = RequestExchange(self._numbers, body, payload, timeout_s, GRACE_S, self.resend_s)
+        exchange = RequestExchange(self._numbers, body, payload, (timeout_s, GRACE_S, self.resend_s))
         self.check_size(exchange.nbytes)
         self.check()
         channel = self._loop_socket()

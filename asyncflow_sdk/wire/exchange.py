@@ -25,6 +25,7 @@ class WireReply(NamedTuple):
     payload: npt.NDArray[np.uint8] | None = None
 
 
+Waits: TypeAlias = tuple[float, float, float]
 Message: TypeAlias = "tuple[bytes, bytes | memoryview | None]"
 """Envelope and payload frame of a message. The socket must copy the latter: its owner may change it."""
 
@@ -79,33 +80,26 @@ class SequenceNumbers:
 
 
 class RequestExchange:
-    """Not thread-safe. ``payload``: contiguous buffers; they must not change before the reply. ``grace_s``: the wait
-    beyond ``timeout_s``. ``resend_s``: the silence before ``resend``. ``max_bytes``: limit for body and payload of an
-    answer in pieces; None: no limit.
+    """Not thread-safe. ``payload``: contiguous buffers; they must not change before the reply. ``waits``: seconds for
+    the answer, beyond these, and of silence before ``resend``. ``limit``: the most bytes of an answer in pieces;
+    None: no limit.
 
     ``nbytes``: the size of body and payload. ``reply``: None until the answer is complete. ``began``: the time of the
     start. ``seq``: 0 before ``begin``."""
 
     def __init__(
-        self,
-        numbers: SequenceNumbers,
-        body: bytes,
-        payload: Sequence[Any],
-        timeout_s: float,
-        grace_s: float,
-        resend_s: float,
-        max_bytes: int | None = None,
+        self, numbers: SequenceNumbers, body: bytes, payload: Sequence[Any], waits: Waits, limit: int | None = None
     ) -> None:
-        self._numbers, self._body, self._payload, self._max_bytes = numbers, body, payload, max_bytes
+        timeout_s, self._grace_s, self._resend_s = waits
+        self._numbers, self._body, self._payload, self._limit = numbers, body, payload, limit
         self.nbytes = len(body) + sum(memoryview(each).nbytes for each in payload) if payload else len(body)
         self._request = Outgoing(body, payload) if self.nbytes > PIECE_BYTES else None
         self.seq = self._questions = 0
         self.reply: WireReply | None = None
-        self._grace_s, self._resend_s = grace_s, resend_s
         self.began = time.monotonic()
         # a NaN timeout counts as 0: it must not wait for ever
-        wait_s = (timeout_s if timeout_s > 0.0 else 0.0) + grace_s + self.nbytes / SLOWEST_BYTES_PER_S
-        self._until, self._resend_at = self.began + wait_s, self.began + resend_s
+        wait_s = (timeout_s if timeout_s > 0.0 else 0.0) + self._grace_s + self.nbytes / SLOWEST_BYTES_PER_S
+        self._until, self._resend_at = self.began + wait_s, self.began + self._resend_s
 
     @property
     def left_s(self) -> float:
@@ -177,8 +171,8 @@ class RequestExchange:
 
     def _expect(self, sizes: tuple[int, int]) -> Incoming:
         """Prepare for an answer. The server sends its first pieces without a question."""
-        if self._max_bytes is not None and sum(sizes) > self._max_bytes:
-            raise ProtocolError(f"an answer of {sum(sizes)} bytes, where at most {self._max_bytes} are expected")
+        if self._limit is not None and sum(sizes) > self._limit:
+            raise ProtocolError(f"an answer of {sum(sizes)} bytes, where at most {self._limit} are expected")
         self._answer, self._memory = Incoming(sizes), np.empty(sizes[1], np.uint8)
         self._until = max(self._until, time.monotonic() + self._grace_s + sum(sizes) / SLOWEST_BYTES_PER_S)
         self._answer.ask(self._questions)

@@ -85,14 +85,11 @@ class _Outgoing(NamedTuple):
 class Server:
     """Runs ``handler`` in a thread that owns ``sockets``.
 
-    ``max_bytes``: the largest request with its payload, and the limit for all unfinished uploads together. ``hold``:
-    send answers at the end of a round, so the handler settles once for all of them. ``garbage``: invalid messages
-    dropped so far."""
+    ``max_bytes``: the largest request with its payload, and the limit for all unfinished uploads together.
+    ``garbage``: invalid messages dropped so far."""
 
-    def __init__(
-        self, sockets: RouterSockets, handler: Handler, max_bytes: int = MAX_BYTES, hold: bool = False
-    ) -> None:
-        self.sockets, self._handler, self.max_bytes, self._hold = sockets, handler, max_bytes, hold
+    def __init__(self, sockets: RouterSockets, handler: Handler, max_bytes: int = MAX_BYTES) -> None:
+        self.sockets, self._handler, self.max_bytes = sockets, handler, max_bytes
         self.limiter, self.addresses = sockets.limiter, sockets.addresses
         self.requests = RequestTable()
         self._answers: list[_Outgoing] = []  # to be sent after the handler has settled
@@ -270,8 +267,6 @@ class Server:
                     self._post((router, name), error.seq, str(error).encode())
             except Exception:  # must not end the server
                 _log.exception("the server failed at a request")
-            if not self._hold:
-                self._flush()
             if not int(router.getsockopt(_EVENTS)) & _POLLIN:
                 return
 

@@ -274,15 +274,10 @@ class ServiceClient(Client):
         self._called_s = -math.inf
 
     def call(
-        self,
-        body: bytes,
-        timeout_s: float,
-        what: str = "a call",
-        since: int | None = None,
-        most_bytes: int | None = None,
+        self, body: bytes, timeout_s: float, what: str = "a call", since: int | None = None, limit: int | None = None
     ) -> ServiceResult:
         """Send a call and wait for its answer. ``what``: the requested object, for errors. ``since``: a former
-        value of ``interrupts``; the call raises if it has changed. ``most_bytes``: limit of the answer.
+        value of ``interrupts``; the call raises if it has changed. ``limit``: the most bytes of the answer.
 
         Raises the handler's error; ServerLost after ``timeout_s``, when the service's process ends, and on
         ``close``; WireError on ``interrupt``; ProtocolError for a broken or large answer; AccessDenied."""
@@ -290,7 +285,7 @@ class ServiceClient(Client):
         if time.monotonic() - self._called_s > FORGET_S / 2:  # the service may not know this client
             self.greet(timeout_s, what, since)  # several threads may: none waits for the greeting of another
         self._called_s = time.monotonic()
-        return self._exchange(PeerCall(body), until - time.monotonic(), what, since, most_bytes)
+        return self._exchange(PeerCall(body), until - time.monotonic(), what, since, limit)
 
     def greet(self, timeout_s: float, what: str, since: int | None = None) -> None:
         """Introduce this client, and wait for the answer. Arguments and errors as of ``call``."""
@@ -304,11 +299,10 @@ class ServiceClient(Client):
         super().close()
 
     def _exchange(
-        self, message: PeerCall, timeout_s: float, what: str, since: int | None, most_bytes: int | None
+        self, message: PeerCall, timeout_s: float, what: str, since: int | None, limit: int | None
     ) -> ServiceResult:
-        body, limit = _encode(message), most_bytes
         try:
-            reply = self.exchange(body, timeout_s, grace_s=0.0, since=since, max_answer_bytes=limit)
+            reply = self.exchange(_encode(message), timeout_s, grace_s=0.0, since=since, max_answer_bytes=limit)
         except ServerLost as error:
             raise ServerLost(f"{what}: {error}") from None
         try:

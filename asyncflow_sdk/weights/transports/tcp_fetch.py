@@ -193,7 +193,7 @@ class TcpFetch:
         get = Get(self._address.version, self._root, span.first, count, *held)
         what = f"buckets {span.first} to {span.stop - 1} of version {self.manifest.version}"
         most = sum(each.stop - each.start for each in self._buckets[span.first : span.stop]) + _SLACK_BYTES
-        body, payload = self._client.call(encode(get), min(left, SILENCE_S), what, since=self._since, most_bytes=most)
+        body, payload = self._client.call(encode(get), min(left, SILENCE_S), what, since=self._since, limit=most)
         answer = decode(body, GetReply)
         kinds, sizes, ends = answer.kinds, answer.sizes, itertools.accumulate(answer.sizes)
         if not 0 < len(kinds) == len(sizes) <= count or min(sizes) < 0 or sum(sizes) != len(payload):
