@@ -28,14 +28,7 @@ from .staleness import StalenessPolicy, StepWindow
 from .store import HomeCatalog, HomeOffer, HomeUnit, PayloadStore, StorageHome, StoreContext, StoredBlock
 from .tracker import TrackedRun, Tracker
 from .train import TRAIN_COLUMNS, StepResult, TrainEngine
-from .weight_sync import (
-    LoadableUpdate,
-    Publication,
-    RollbackResult,
-    WeightPublisher,
-    WeightSubscriber,
-    WeightSync,
-)
+from .weight_sync import LoadableUpdate, Publication, RollbackResult, WeightPublisher, WeightSubscriber, WeightSync
 from .weights import (
     Fetched,
     FilePlace,

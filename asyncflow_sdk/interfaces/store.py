@@ -129,8 +129,7 @@ class HomeCatalog(ABC):
 
 
 class HomeUnit(ABC):
-    """The storage unit of a home, in a process of its own. ``offer``: how it describes the home. ``where``:
-    the number and epoch of the home."""
+    """The storage unit of a home, in a process of its own. ``offer``: the home. ``where``: its number and epoch."""
 
     offer: HomeOffer
     where: tuple[int, int]

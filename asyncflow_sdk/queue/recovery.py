@@ -8,7 +8,6 @@ A run served with ``history`` is replayed from its beginning, any other from its
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -200,15 +199,22 @@ def _milestone(record: Record) -> str:
 def _journals(directory: Path) -> Iterator[tuple[JournalHead, bytes, JournalReader]]:
     """Yield head and state of each snapshot of the newest run with the journal after it, in order. A live server may
     replace and move the files meanwhile."""
-    last = ""
+    last, missing, path = "", None, directory
     while True:
-        with contextlib.suppress(FileNotFoundError):
-            path, journal = next((pair for pair in _snapshots(directory) if pair[0].name > last), (None, directory))
-            if path is None:
+        try:
+            following = [pair for pair in _snapshots(directory) if pair[0].name > last]
+            if not following:
                 break
+            path, journal = following[0]
             head, state = read_snapshot(path)
-            reader, last = JournalReader(journal, head.run), path.name
-            yield head, state, reader
+            reader = JournalReader(journal, head.run)
+        except FileNotFoundError:
+            if path == missing:
+                raise
+            missing = path  # replaced since it was listed
+            continue
+        last = path.name
+        yield head, state, reader
     if not last:
         raise ConfigError(
             f"{directory} holds no journal: its run is over, or had none; serve a run with"

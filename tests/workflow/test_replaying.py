@@ -14,7 +14,8 @@ from waiting import until
 
 import asyncflow_sdk as af
 from asyncflow_sdk.errors import ConfigError
-from asyncflow_sdk.queue import Connection, open_queue
+from asyncflow_sdk.queue import Connection, open_queue, recovery
+from asyncflow_sdk.queue.journal import JournalReader
 
 
 def take_and_wait(address: str) -> None:
@@ -59,6 +60,25 @@ def test_a_live_ledger_and_the_replay_of_its_journal_are_the_same(tmp_path: Path
         for step in run.consumer("train"):
             step.ack()
         run.checkpoint(lambda path: None, keep=1)
+
+
+def test_a_replay_goes_on_while_the_server_replaces_its_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncflow_sdk.queue.journal_directory.LEAST_BYTES", 1 << 12)
+    monkeypatch.setattr("asyncflow_sdk.queue.journal_directory.GROWTH", 0)
+    with af.serve(tmp_path / "run", durability="process") as run:
+
+        def read(path: Path, name: str) -> JournalReader:
+            """Read a journal of which the server has just begun the next one."""
+            monkeypatch.setattr(recovery, "JournalReader", JournalReader)
+            while path.exists():
+                run.queue.put({"x": [1.0]})
+            return JournalReader(path, name)
+
+        monkeypatch.setattr(recovery, "JournalReader", read)
+        assert af.replay(tmp_path / "run").audit == run.audit()
+        run.queue.end(cancel=True)
 
 
 def test_a_whole_run_with_killed_workers_is_replayed_from_its_beginning(
