@@ -33,7 +33,7 @@ MAX_SIZE = {  # lines, files
     "asyncflow_sdk/algorithms": (692, 6),
     "asyncflow_sdk/cli": (5_188, 30),
     "asyncflow_sdk/interfaces": (1_990, 13),
-    "asyncflow_sdk/ledger": (7_166, 28),
+    "asyncflow_sdk/ledger": (7_048, 28),
     "asyncflow_sdk/memory": (1_422, 6),
     "asyncflow_sdk/plugins": (576, 4),
     "asyncflow_sdk/queue": (6_432, 28),

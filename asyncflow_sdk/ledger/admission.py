@@ -113,16 +113,15 @@ class LeaseAdmission:
     def _leased(self, task: Task, grant: Grant, ids: Ids) -> cmd.Leased:
         rows, lineage, in_step = self._state.rows, self._state.versions.lineage, grant.step != NONE
         at, names = ids - rows.base, self._state.partitions.names
+        where = names[rows.partition[at[0]]] if at.size else ""
         if in_step:
             self._state.metrics.note_ages(rows.at(grant.ids), grant.step, lineage)
         return cmd.Leased(
             token=grant.token, task=grant.task, ids=pack_ids(ids), groups=pack_ids(rows.first[at]), step=grant.step,
-            version=grant.newest, lease_s=task.spec.lease_s, partition=names[rows.partition[at[0]]] if at.size else "",
+            version=grant.newest, lease_s=task.spec.lease_s, partition=where,
             version_step_offsets=lineage.offsets if in_step else (),
             completed_at=pack_ids(rows.current[at]) if in_step else b"",
         )  # fmt: skip
-
-    # ---- prompts
 
     def lease_prompts(self, session: Session, task: Task, command: cmd.LeaseRows) -> cmd.Reply | None:
         """Lease whole groups under the staleness rule."""
@@ -206,11 +205,8 @@ class LeaseAdmission:
             return cmd.LoadFirst(version=versions.current)
         return None
 
-    # ---- steps in parts
-
     def check_part(self, session: Session, task: Task, command: cmd.LeaseRows) -> Grant | None:
-        """Return the lease whose next part is requested; None for a new lease. Raises LeaseLost,
-        SchemaError, PluginError."""
+        """Return the lease for a next part; None for a new one. Raises LeaseLost, SchemaError, PluginError."""
         if not command.parts:
             if command.token:
                 raise SchemaError(f"lease {command.token} is named in a request for another lease")
@@ -405,9 +401,7 @@ class Puts:
             alike = [name for name in sizes if self._state.steps.task.spec.takes(name)]
         others = [sizes[name] for name in alike if sizes.get(name, size) != size]
         if others and any(task.grouped for task in takers):
-            raise ConfigError(
-                f"this run has groups of {others[0]}; groups of {size} would leave steps that cannot fill"
-            )
+            raise ConfigError(f"this run has groups of {others[0]}; groups of {size} would leave steps unfilled")
 
     def _fits(self, command: cmd.AddRows, count: int, *, trained: bool) -> bool:
         limits, budget = self._state.limits, self._state.budget

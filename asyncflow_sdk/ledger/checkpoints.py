@@ -1,8 +1,7 @@
 """Step checkpoints: final steps, and steps to be trained again when a trainer resumes.
 
 With checkpoints, rows of an acknowledged step stay live: done in every task, with their memory. They end, consumed or
-filtered, when a checkpoint covers their step. Until then the step can be leased again, with the same rows in the same
-order. So a row ends once, and never returns after its end.
+filtered, when a checkpoint covers their step. So a row ends once, and never returns after its end.
 
     steps:      0 ... 39 | 40 ... 46 | 47          a checkpoint of step 40, 46 acknowledged, 47 being filled
     Resume(40):            40 ... 46   are leased again; 47 continues to fill. They train versions of new numbers."""

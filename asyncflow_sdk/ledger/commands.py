@@ -67,16 +67,9 @@ class SessionOpened(Reply, frozen=True, tag="joined"):
 
 
 class Configure(Command, frozen=True, tag="configure"):
-    """Set limits; None keeps the present value.
-
-    ``steps``: step ``steps`` - 1 ends the stream. ``first_step``: the first to train; another run has trained those
-    before. ``capacity_bytes``: limit of payload. Each put reserves space for columns to be written later:
-    ``row_bytes`` a row or, if that is 0, the bytes of the largest ended row. The limit yields if the open step could
-    never fill otherwise. ``keep_versions``: number of newest versions to keep. ``max_swapping``: number of replicas
-    allowed to load at once; 0 for all. ``quorum``: number of replicas that must stage a version before any loads it;
-    0 for none. ``checkpoints``: rows of acknowledged steps stay until ``AddCheckpoint`` covers them, and count
-    against ``capacity_bytes`` alone. ``staleness``: the policy interpreting ``max_staleness``; "wait" by default.
-    ``home_silence_s``: a home is given up if it has no unit for this long."""
+    """Set limits, see ``QueueOptions``; None keeps the present value. ``first_step``: the first to train; another run
+    has trained those before. The byte limit yields if the open step could never fill otherwise. Rows kept for a
+    checkpoint count against ``capacity_bytes`` alone. ``staleness``: the policy for ``max_staleness``."""
 
     capacity_rows: int | None = None
     max_staleness: int | None = None
@@ -157,14 +150,9 @@ class Failed(Reply, frozen=True, tag="failed"):
 
 
 class AddRows(Command, frozen=True, tag="put"):
-    """Add ``groups`` groups of ``group_size`` rows with ``columns``. A repeated ``key`` adds only the groups whose
-    payload was lost since; with other content it is refused.
-
-    ``partition``: only tasks that take it see the rows. ``priority``: higher ones are leased first. ``measures``:
-    float64 for each group, by measured column. ``lengths``: int32 for each group. ``digest``: with a key, 16 bytes
-    for each of ``columns``, equal for equal content, or b"". ``version``: pin the partition: the first version
-    current from this number on generates these rows; -1: any. ``keep``: a version kept until the next pinned put, or
-    -1."""
+    """Add ``groups`` groups of ``group_size`` rows, see ``TransferQueue.put``. ``version``, ``keep``: -1 for none.
+    ``measures``: float64 for each group, by measured column. ``lengths``: int32 for each group. ``digest``: with a
+    key, 16 bytes for each of ``columns``, equal for equal content, or b""."""
 
     groups: int
     group_size: int
@@ -193,19 +181,9 @@ class PutDone(Reply, frozen=True, tag="put_done"):
 
 
 class LeaseRows(Command, frozen=True, tag="lease"):
-    """Lease up to ``count`` rows of a task; a task with batch_rows grants one whole step.
-
-    ``partition``: only its rows; None takes the task's partitions in turn. ``at_least``: wait for this many; only the
-    last lease of an ended stream may have fewer. ``columns``: needs of the task to be read; None for all. ``inline``:
-    send them beside the answer, if all are in the server's memory.
-
-    ``group``: the ``world_size`` ranks of a rank group lease together, with equal arguments. Once all have asked, one
-    lease of ``count`` rows is split into ``shards`` (0: one a rank; else a divisor of ``world_size``, and
-    ``world_size // shards`` consecutive ranks get the same shard).
-
-    ``most``: for a replica of a task that admits and receives versions in the background, the most rows it may hold;
-    0 for other clients. It gets rows up to ``count``, or up to ``most`` in all, and waits where others get
-    ``LoadFirst``.
+    """Lease up to ``count`` rows of a task, see ``TransferQueue.get``; a task with batch_rows grants one whole step.
+    ``inline``: send the columns beside the answer, if all are in the server's memory. ``most`` 0: answer with
+    ``LoadFirst`` if a version must be loaded first.
 
     ``parts``: lease one step in parts, also the open one: whole groups selected for it so far, at least ``at_least``
     rows or the rest of a full step. ``token``: the lease whose next part is wanted; 0 begins a step. The lease does
@@ -228,13 +206,10 @@ class LeaseRows(Command, frozen=True, tag="lease"):
 
 
 class Leased(Reply, frozen=True, tag="leased"):
-    """Rows leased to this session. ``groups``: the first row of each row's group. ``version``: the one loaded by the
-    replica (rollout) or being trained (train). ``step``: -1 without batch_rows. ``ids`` of a rank group's lease:
-    ``shard`` of ``shards``, for ``rank``; ``imbalance``: max / mean - 1 of the shards' weights.
-
-    Of a step only: ``completed_at``, the version current when each row was completed (int64), and
-    ``version_step_offsets``, pairs of a first version and an offset: versions from it on are trained at the step of
-    their number minus the offset; empty if always at their number."""
+    """Rows leased to this session, see ``LeasedBatch``: ``ids`` are a shard of a rank group's lease. ``groups``: the
+    first row of each row's group. Of a step only: ``completed_at``, the version current when each row was completed
+    (int64), and ``version_step_offsets``, pairs of a first version and an offset: versions from it on are trained at
+    the step of their number minus the offset; empty if always at their number."""
 
     token: int
     task: str
@@ -254,8 +229,7 @@ class Leased(Reply, frozen=True, tag="leased"):
 
 
 class LeasedPart(Leased, frozen=True, tag="leased_part"):
-    """Part number ``part`` of a step, from 0. ``last``: True if the step has no further part. All parts of a lease
-    have the same ``token`` and ``version``."""
+    """Part number ``part`` of a step, from 0. ``last``: True for the last one. All have one token and version."""
 
     part: int = 0
     last: bool = False
@@ -284,8 +258,7 @@ class Complete(Command, frozen=True, tag="complete"):
 
 
 class Completed(Reply, frozen=True, tag="completed"):
-    """Rows not written. ``revoked``: no longer of this lease, their group had ended. ``again``: completed
-    already by another rank with the same shard."""
+    """Rows not written. ``revoked``: no longer leased. ``again``: completed by another rank with the same shard."""
 
     revoked: bytes
     again: bytes = b""
@@ -469,8 +442,7 @@ class TrainingPosition(Reply, frozen=True, tag="cut"):
 
 
 class AllGather(Command, frozen=True, tag="all_gather"):
-    """Wait at the barrier ``what`` for all ranks of a rank group, and exchange payloads. The newest session under a
-    rank replaces older ones."""
+    """Exchange payloads of all ranks at the barrier ``what``. A rank's newest session replaces older ones."""
 
     group: str
     what: str
@@ -533,8 +505,7 @@ class Announce(Command, frozen=True, tag="announce"):
 
 
 class Publish(Command, frozen=True, tag="publish"):
-    """Publish this rank's part of the announced version. The last part makes it current. ``probe``: an encoded
-    ``Probe`` from rank 0; b"" for none."""
+    """Publish this rank's part of the announced version. The last part makes it current. ``probe``: its bytes."""
 
     version: int
     part: VersionPart
@@ -608,8 +579,7 @@ class AwaitVersion(Command, frozen=True, tag="await_version"):
 
 
 class AwaitPins(Command, frozen=True, tag="await_pins"):
-    """Bind all partitions pinned to a coming version to the current one, the trainer's last. Answered once none is
-    pinned any more, or at a rollback."""
+    """Bind all pins to the current version, the trainer's last. Answered once none is left, or at a rollback."""
 
     timeout_s: float = 0.0
 
@@ -669,14 +639,14 @@ class Retire(Command, frozen=True, tag="retire"):
 
 
 AnyCommand: TypeAlias = (
-    OpenSession | Configure | Declare | AddRows | LeaseRows | Complete | GiveBack | Renew | AwaitLost | OpenPublisher
-    | ClosePublisher | Announce | Publish | Withdraw | Rollback | GetRestoreTarget | ReportRestored | AwaitVersion | AwaitPins
-    | ReportStaged | Swap | ReportLoaded | ReportLoadFailed | Retire | AwaitRowsWanted | End | Cancel | Dismiss | Prepare
-    | CloseSession | GetAudit | GetFailed | GetStatus | AddCheckpoint | Resume | GetTrainingPosition | AllGather | GetPut
-    | OpenHome | EvictHome | GetHomes
+    OpenSession | Configure | Declare | AddRows | LeaseRows | Complete | GiveBack | Renew | AwaitLost
+    | OpenPublisher | ClosePublisher | Announce | Publish | Withdraw | Rollback | GetRestoreTarget | ReportRestored
+    | AwaitVersion | AwaitPins | ReportStaged | Swap | ReportLoaded | ReportLoadFailed | Retire | AwaitRowsWanted
+    | End | Cancel | Dismiss | Prepare | CloseSession | GetAudit | GetFailed | GetStatus | AddCheckpoint | Resume
+    | GetTrainingPosition | AllGather | GetPut | OpenHome | EvictHome | GetHomes
 )  # fmt: skip
 AnyReply: TypeAlias = (
-    Done | SessionOpened | PutDone | Leased | LeasedPart | LoadFirst | Completed | Lost | Cancelled | Dismissed | Failed | Publisher
-    | PublishReply | RollbackDone | RestoreTarget | Permitted | Version | RowsWanted | Audit | StatusReport | Resumed
-    | TrainingPosition | AllGathered | LastPut | HomeOpened | HomeList
+    Done | SessionOpened | PutDone | Leased | LeasedPart | LoadFirst | Completed | Lost | Cancelled | Dismissed
+    | Failed | Publisher | PublishReply | RollbackDone | RestoreTarget | Permitted | Version | RowsWanted | Audit
+    | StatusReport | Resumed | TrainingPosition | AllGathered | LastPut | HomeOpened | HomeList
 )  # fmt: skip

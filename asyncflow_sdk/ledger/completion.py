@@ -74,8 +74,7 @@ class RowCompletion:
         return cmd.Completed(revoked=b"" if held is None else pack_ids(ids[~held]))
 
     def consume(self, ids: Ids, at: Ids) -> None:
-        """End rows completed by all tasks, if one of these gives no columns. Rows of uncovered
-        steps are held. ``at``: the array indices of ``ids``."""
+        """End rows completed by all tasks, at indices ``at``, if one gives no columns; hold uncovered ones."""
         rows, partitions = self._rows, self._state.partitions
         over = rows.todo[at] == 0
         if not over.nonzero()[0].size:

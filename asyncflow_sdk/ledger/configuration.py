@@ -17,9 +17,6 @@ from .state.rows import LEAST, MAX_NUMBER
 from .state.steps import Window
 from .state.tasks import APART, WAITING
 
-OTHERS = "*"
-"""Stands for all partitions not named by a task."""
-
 
 class QueueConfiguration:
     """Sets limits and declares tasks."""
@@ -68,7 +65,7 @@ class QueueConfiguration:
         for column in spec.gives:
             columns.bit(column)
         for name in spec.partitions:
-            if name != OTHERS:
+            if name != "*":
                 self._state.partitions.add(name)
         task = self._state.tasks.add(spec, need, sampling)  # live rows that it does not take become APART in it
         if sampling.measure and columns.declare_measure(sampling.measure) and command.measures:
@@ -147,7 +144,7 @@ def check_declaration(spec: TaskSpec, declared: Iterable[TaskSpec]) -> None:
     if both := [column for column in spec.needs if column in spec.gives]:
         raise ConfigError(f"task {spec.name!r} needs column {both[0]!r} and gives it; leave it out of one of the two")
     others = list(declared)
-    named = {partition for task in (spec, *others) for partition in task.partitions} | {OTHERS}
+    named = {partition for task in (spec, *others) for partition in task.partitions} | {"*"}
     for partition in sorted(partition for partition in named if spec.takes(partition)):
         beside = [task for task in others if task.takes(partition)]
         for task in beside:

@@ -90,7 +90,7 @@ class Ledger:
             cmd.AwaitLost: lambda session, command: session.take_lost(),
             cmd.AllGather: self.rank_groups.gather,
             cmd.OpenPublisher: self.publication.open,
-            cmd.ClosePublisher: self._close_publisher,
+            cmd.ClosePublisher: lambda session, command: self.publication.close(session, "closed its publisher"),
             cmd.Announce: self.publication.announce,
             cmd.Publish: self.publication.publish,
             cmd.Withdraw: self.publication.withdraw,
@@ -112,7 +112,7 @@ class Ledger:
             cmd.GetHomes: lambda session, command: self.state.homes.listed(),
             cmd.Dismiss: self._dismiss,
             cmd.Prepare: self._prepare,
-            cmd.CloseSession: self._leave,
+            cmd.CloseSession: lambda session, command: self._close(session.id, f"{session.name} left", blame=False),
             cmd.GetAudit: lambda session, command: self.audit(),
             cmd.GetFailed: self._get_failed,
             cmd.GetStatus: lambda session, command: self.status(),
@@ -120,9 +120,7 @@ class Ledger:
 
     # ---- inputs
 
-    def apply(
-        self, session: int, command: cmd.Command, now: float, ticket: int, first: cmd.Reply | None = None
-    ) -> None:
+    def apply(self, session: int, command: Any, now: float, ticket: int, first: cmd.Reply | None = None) -> None:
         """Carry out a command. The answer, now or later, is in the effects under ``ticket``. ``first``: see
         ``ParkedRequest``. A failing command changes nothing. Client errors are answers; nothing is raised."""
         context, sessions = self.state.context, self.state.sessions
@@ -140,7 +138,7 @@ class Ledger:
         if reply is not None:
             context.answer(ticket, reply)
         else:
-            until = now + command.timeout_s  # type: ignore[attr-defined]
+            until = now + command.timeout_s
             request = ParkedRequest(ticket, session, command, now, until, first)
             if not until > now:  # NaN is no deadline
                 context.answer(ticket, DeadlineExceeded(self._reporter.explain(request)))
@@ -152,11 +150,9 @@ class Ledger:
         """Expire leases, parked requests and absent homes past their deadline."""
         state = self.state
         state.context.begin(now)
-        due = [
-            (grant, state.tasks[grant.task].held(state.sessions.by_id.get(grant.session)) or 1)
-            for grant in state.leases.deadlines.due(now)
-        ]
-        for grant, lost in due:
+        due, by_id = state.leases.deadlines.due(now), state.sessions.by_id
+        held = [state.tasks[grant.task].held(by_id.get(grant.session)) or 1 for grant in due]
+        for grant, lost in zip(due, held, strict=True):
             if grant.token not in state.leases.by_token:
                 continue  # it ended with another one in this loop
             if grant.parts != NONE and self.admission.waits_for_part(grant):
@@ -209,8 +205,7 @@ class Ledger:
     def lose_homes(
         self, losses: Sequence[tuple[HomeLoss, Sequence[LostColumns]]], now: float, tickets: Iterable[int] = ()
     ) -> None:
-        """Answer ``Effects.homes_lost``: lose the columns in all these homes; their groups fail. ``tickets``: see
-        ``lose``."""
+        """Answer ``Effects.homes_lost``: lose the columns in all these homes. ``tickets``: see ``lose``."""
         self.state.context.begin(now)
         self._refuse_puts(tickets, "its block was lost, alone or with its home")
         self.payload_loss.lose_homes(losses)
@@ -247,8 +242,6 @@ class Ledger:
         """Return the parts of the state and the rules by name; a snapshot has their attributes."""
         rules = {name: rule for name, rule in vars(self).items() if not name.startswith("_")}
         return {**vars(self.state), **rules}
-
-    # ---- parking
 
     def _park(self, request: ParkedRequest) -> None:
         state, command = self.state, request.command
@@ -308,7 +301,7 @@ class Ledger:
 
     def _configure(self, session: Session, command: cmd.Configure) -> cmd.Reply:
         reply = self.configuration.configure(command)
-        self.replicas.quorum_changed()
+        self.replicas.commit()
         self.state.homes.set_silence()
         return reply
 
@@ -338,10 +331,6 @@ class Ledger:
         self.state.leases.renew(self.state.leases.held(session, command.token, command.rank))
         return cmd.Done()
 
-    def _close_publisher(self, session: Session, command: cmd.ClosePublisher) -> cmd.Reply:
-        self.publication.close(session, "closed its publisher")
-        return cmd.Done()
-
     def _dismiss(self, session: Session, command: cmd.Dismiss) -> cmd.Reply:
         known = self.state.sessions.by_id.values()
         named = [each for each in known if each.name == command.name] if command.name else [session]
@@ -354,11 +343,10 @@ class Ledger:
         return cmd.Dismissed(count=len(named), lost=lost)
 
     def _prepare(self, session: Session, command: cmd.Prepare) -> cmd.Reply:
-        self.state.sessions.prepare(session, command, self.now)
-        return cmd.Done()
-
-    def _leave(self, session: Session, command: cmd.CloseSession) -> cmd.Reply:
-        self._close(session.id, f"{session.name} left", blame=False)
+        preparing = self.state.sessions.preparing
+        preparing[session.id] = command, self.now
+        if not command.what:
+            del preparing[session.id]
         return cmd.Done()
 
     def _get_failed(self, session: Session, command: cmd.GetFailed) -> cmd.Reply:
@@ -371,10 +359,10 @@ class Ledger:
             refused = PayloadLost(f"{reason} while the put waited for room; nothing of it was stored")
             self.state.context.answer(ticket, refused)
 
-    def _close(self, session: int, reason: str, *, blame: bool) -> None:
+    def _close(self, session: int, reason: str, *, blame: bool) -> cmd.Reply:
         member = self.state.sessions.by_id.get(session)
         if member is None:
-            return
+            return cmd.Done()
         self.replicas.remove(member, reason)
         self.publication.close(member, f"died: {reason}" if blame else "left")
         for ticket in list(member.parked):
@@ -382,3 +370,4 @@ class Ledger:
         self.state.homes.session_closed(member, reason)
         self.rank_groups.session_closed(member, reason, blame=blame)
         self.state.sessions.remove(session)
+        return cmd.Done()

@@ -26,8 +26,7 @@ LOST_REASON = "payload lost"
 
 
 class PayloadLoss:
-    """Ends unreadable rows. A repeated put adds failed ones again, except rows of an acknowledged step: these must
-    not be trained twice."""
+    """Ends unreadable rows. A repeated put adds failed ones again, except acknowledged rows of steps."""
 
     def __init__(self, state: LedgerState, completion: RowCompletion) -> None:
         self._state, self._completion, self._terminations = state, completion, completion.terminations

@@ -1,12 +1,9 @@
 """Version pins: one exact version generates all rows of a partition, as for an evaluation.
 
-Rows are put for the first version current from number N on. The pin is bound in the command making it current, before
-any replica can load it or a later one. Until the rows are generated, a replica of the partition's task fetches the
-pinned version first, may load no later one, and gets rows of the partition only while it generates with it.
-
-The version is kept until the partition's next rows are put; that put may keep it longer, for a rollback. Rows of a
-version expire if it is rolled back, or cannot be fetched any more. A partition stays pinned until it ends: the
-trainer keeps its last version until then (``AwaitPins``)."""
+The pin is bound in the command making its version current, before any replica can load it or a later one. Until the
+rows are generated, a replica of the partition's task fetches the pinned version first, may load no later one, and
+gets rows of the partition only while it generates with it. The version is kept until the partition's next rows are
+put. A partition stays pinned until it ends: the trainer keeps its last version until then (``AwaitPins``)."""
 
 from __future__ import annotations
 

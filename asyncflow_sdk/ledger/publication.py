@@ -52,21 +52,22 @@ class VersionPublication:
         who = f"rank {rank} of this run's publisher"
         if (own := self._rank_of(session)) != NONE:
             raise ConfigError(f"{session.name} is rank {own} of this run's publisher already; close that one first")
+        holders = {each: f"{self._name(each)} (session {number})" for each, number in self.ranks.items()}
         if self.ranks and size != self.world_size:
-            other, holder = next(iter(self.ranks.items()))
-            text = f"{self._who(holder)} is rank {other} of {self.world_size}; open all ranks with one world_size"
+            other, holder = next(iter(holders.items()))
+            text = f"{holder} is rank {other} of {self.world_size}; open all ranks with one world_size"
             raise ConfigError(f"{who} cannot be one of {size}: {text}, or end that publisher first")
         if rank in self.ranks:
             text = f"close it, or end its process; if its host is gone, call run.evict({self.ranks[rank]})"
-            raise ConfigError(f"{who} is {self._who(self.ranks[rank])}: a run has one publisher at a time; {text}")
+            raise ConfigError(f"{who} is {holders[rank]}: a run has one publisher at a time; {text}")
         self.ranks[rank], self.world_size, self.no_rollback = session.id, size, command.no_rollback
         kept = {each.source: each.parts[rank] for each in self._versions.kept.values() if rank < len(each.parts)}
         return cmd.Publisher(version=self._versions.current, kept=tuple(sorted(kept.items())))
 
-    def close(self, session: Session, reason: str) -> None:
+    def close(self, session: Session, reason: str) -> cmd.Reply:
         """End a session's rank. Versions that cannot be fetched without it are no longer kept."""
         if (rank := self._rank_of(session)) == NONE:
-            return
+            return cmd.Done()
         if self.announced is not None:
             first = self._name(min(self.announced.ranks))
             which = "which" if first == session.name else f"and rank {rank} ({session.name})"
@@ -78,6 +79,7 @@ class VersionPublication:
             if any(who == session.id and not part.outlives for who, part in holds):
                 self._versions.lose(each.version, f"its bytes were with {session.name}, which {reason}")
         self._pins.drop()
+        return cmd.Done()
 
     def announce(self, session: Session, command: cmd.Announce) -> cmd.Reply | None:
         """Let a rank write a version. None until all parts of the version before are published."""
@@ -227,11 +229,6 @@ class VersionPublication:
 
     def _name(self, rank: int) -> str:
         return self._state.sessions.name(self.ranks[rank])
-
-    def _who(self, session: int) -> str:
-        return f"{self._state.sessions.name(session)} (session {session})"
-
-    # ---- rollbacks
 
     def roll_back(self, session: Session, command: cmd.Rollback) -> cmd.Reply:
         """Make the bytes of a kept version current again."""

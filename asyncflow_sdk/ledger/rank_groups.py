@@ -1,14 +1,13 @@
-"""Rank groups: the ranks of a data-parallel job lease together: the k-th lease of each rank is a shard of one lease.
+"""Rank groups: the ranks of a data-parallel job lease together, see ``TransferQueue.get``.
 
-A rank's request waits for all other ranks. Then one lease is granted and split into shards. A step is acknowledged
-once every rank has acknowledged its shard. If a rank is lost before, the step returns and is leased again, whole,
-under a new token. Rows of other tasks are completed shard by shard; such a lease has a row for each shard unless
-``at_least`` allows fewer. Trainer ranks also wait for each other at barriers before a step, checkpoint or resume."""
+A step is acknowledged once every rank has acknowledged its shard. Rows of other tasks are completed shard by shard;
+such a lease has a row for each shard unless ``at_least`` allows fewer. Trainer ranks also wait for each other at
+barriers before a step, checkpoint or resume."""
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from ..errors import ConfigError, LeaseLost, SchemaError
 from ..types import events as ev
@@ -62,8 +61,7 @@ class RankGroups:
                 return  # the others are alike
 
     def lease(self, session: Session, task: Task, command: cmd.LeaseRows, grant: Grant | None) -> cmd.Reply | None:
-        """Lease to all ranks once each has asked. Return the shard of this one. ``grant``: the lease whose next part
-        is requested."""
+        """Lease to all ranks once each has asked, ``grant``'s next part if given. Return the shard of this one."""
         asking = self._parked.alike(command)
         if self._replaces(session, task, command) or len({command.rank, *asking}) < command.world_size:
             return None
@@ -162,8 +160,7 @@ class RankGroups:
             self._completion.void(grant, why, blame=blame, lost=lost)
 
     def gather(self, session: Session, command: cmd.AllGather) -> cmd.Reply | None:
-        """Return the payloads of all ranks once every rank waits at the same barrier. The only state is the parked
-        requests, so a dead rank is missing."""
+        """Return all payloads once every rank waits at the same barrier: only parked requests count."""
         rank, size, who = command.rank, command.world_size, _who(command)
         if not 0 <= rank < size:
             raise SchemaError(f"{who}: ranks are 0 to world_size - 1")
@@ -249,6 +246,4 @@ def _shard_of(whole: cmd.Leased, part: DealtPart, rank: int, world_size: int, of
     shard = rank * shards // world_size
     span = slice(part.bounds[shard], part.bounds[shard + 1])
     dealt = {name: pack_ids(unpack_ids(getattr(whole, name))[span]) for name in ("ids", "groups", "completed_at")}
-    return msgspec.structs.replace(
-        whole, rank=rank, world_size=world_size, shard=shard, shards=shards, imbalance=off, **dealt
-    )
+    return replace(whole, rank=rank, world_size=world_size, shard=shard, shards=shards, imbalance=off, **dealt)

@@ -1,10 +1,8 @@
 """Replicas: sessions with weights. The version fetched by each, and when it may load it.
 
-At most ``max_swapping`` replicas that could generate load at once, in order of request. A replica that gets no
-prompts before it loads (``ReplicaState.starved``) does not wait: it drains anyway, and would idle until it is its
-turn. With a ``quorum``, no replica loads a version before this many live replicas have staged or loaded it. Then the
-version is *committed*, and replicas without it get no prompts. A committed version may still be loaded while a newer
-uncommitted one is current."""
+Replicas load in order of request, at most ``max_swapping`` at once. A replica without prompts before it loads
+(``ReplicaState.starved``) does not wait: it would idle. A version staged by a ``quorum`` is *committed*: only then
+may replicas load it, also while a newer uncommitted one is current, and the others get no prompts."""
 
 from __future__ import annotations
 
@@ -23,8 +21,7 @@ from .terminations import EXPIRED
 
 
 class Replicas:
-    """``numbers``: their sessions, an ordered set. ``swapping``: replicas with permission to load, and since when
-    (ledger seconds)."""
+    """``numbers``: their sessions, an ordered set. ``swapping``: replicas permitted to load, since ledger seconds."""
 
     def __init__(self, state: LedgerState, completion: RowCompletion, pins: VersionPins) -> None:
         self._state, self._completion, self._pins = state, completion, pins
@@ -69,8 +66,10 @@ class Replicas:
         self._context.publish(event)
 
     def commit(self, *, at_once: bool = False) -> None:
-        """Commit the current version if a quorum has it staged or loaded, or if ``at_once``."""
+        """Commit the current version if a quorum has it staged or loaded, or if ``at_once``; none without one."""
         quorum, current = self._state.limits.quorum, self._versions.current
+        if not quorum:
+            self._versions.commit(NONE)
         if not quorum or self._versions.committed == current:
             return
         ready = len(self.numbers) - len(self.lacking(current))
@@ -85,12 +84,6 @@ class Replicas:
         for session in self._state.sessions.by_id.values():
             if session.claimed:
                 session.load(None)
-
-    def quorum_changed(self) -> None:
-        """Apply a changed quorum. Without a quorum no version is committed."""
-        if not self._state.limits.quorum:
-            self._versions.commit(NONE)
-        self.commit()
 
     def await_version(self, session: Session, command: cmd.AwaitVersion) -> cmd.Reply | None:
         """Return the version to fetch; None while there is no newer one."""
@@ -201,9 +194,8 @@ class Replicas:
         self._end_swap(session.id)
 
     def _to_fetch(self, session: Session, task: str) -> KeptVersion | None:
-        """Return the version to fetch. A replica below the committed version fetches that before a newer uncommitted
-        one, which it may not load yet, unless it failed to load it; and one below the version pinned for its rows
-        fetches that."""
+        """Return the version to fetch: the one pinned for its rows, if newer; else the committed one before a newer
+        one, unless it failed to load it."""
         versions, replica, loaded = self._versions, session.replica, session.loaded
         pinned = self._pins.holds(task)
         if pinned != NONE and (loaded is None or loaded < pinned):
@@ -238,8 +230,7 @@ class Replicas:
         return [grant for grant in session.leases.values() if self._tasks[grant.task].spec.admits]
 
     def _wake_uncommitted(self) -> None:
-        """With a quorum, an uncommitted version may be fetched now. Without one, no other replica is concerned: each
-        load would retry the requests of all."""
+        """Retry requests for an uncommitted version; without a quorum each load would retry the requests of all."""
         if self._state.limits.quorum and self._versions.committed != self._versions.current:
             self._context.wake("version")
 

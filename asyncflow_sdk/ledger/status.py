@@ -42,8 +42,7 @@ class StatusReporter:
         return f"{self._name(session)}{doing} for {self._age(since):.1f} s"
 
     def explain(self, request: ParkedRequest) -> str:
-        """Return how long a request has waited, and why; for a part of a step, with its unfinished groups. The cost
-        may depend on the number of live rows."""
+        """Return how long a request has waited, and why, with unfinished groups of a step: it may read all rows."""
         command = request.command
         open_step = isinstance(command, cmd.LeaseRows) and command.parts and self._full_step(command) is None
         groups = self._unfinished_groups() if open_step else ""
@@ -58,7 +57,9 @@ class StatusReporter:
             case cmd.AwaitVersion():
                 return self._why_no_newer(command)
             case cmd.AwaitPins():
-                return self._why_pinned()
+                names, pins = self._state.partitions.names, self._state.partitions.pins.items()
+                held = ", ".join(f"{names[number]!r} (version {pin.version})" for number, pin in pins)
+                return f"the last version is kept for partitions whose rows, or their end, are still to come: {held}"
             case cmd.AwaitLost():
                 return "none of the rows this session has leased has ended"
             case cmd.AllGather():
@@ -77,11 +78,6 @@ class StatusReporter:
             text = f"the committed version {committed} must be loaded first; {text}"
             return f"version {current} is current but not committed; {text}"
         return f"no version newer than {command.after}; {text}"
-
-    def _why_pinned(self) -> str:
-        names, pins = self._state.partitions.names, self._state.partitions.pins
-        held = ", ".join(f"{names[number]!r} (version {pin.version})" for number, pin in pins.items())
-        return f"the last version is kept for partitions whose rows, or their end, are still to come: {held}"
 
     def _why_none_wanted(self, command: cmd.AwaitRowsWanted) -> str:
         if not command.more:
@@ -285,8 +281,6 @@ class StatusReporter:
                 parts.append(f"{task.counts[LEASED]} rows are leased in task {name!r}, the oldest by {by}")
         return _joined(*parts)
 
-    # ---- versions: who writes, fetches, may load or failed to load one
-
     def _why_unfinished(self) -> str:
         """Explain why the announced or last discarded version is not current; "" if none."""
         announced, ranks, size = self._publication.announced, self._publication.ranks, self._publication.world_size
@@ -323,8 +317,6 @@ class StatusReporter:
             return f"{session.name} (on {on})"
         return f"{session.name} ({doing(session)}, for {self._age(session.replica.since):.1f} s)"
 
-    # ---- the report
-
     def report(self) -> StatusReport:
         """Return rows by task and state, sessions, leases and parked requests."""
         state, versions, rule, ranks = self._state, self._versions, self._staleness.rule, self._publication.ranks
@@ -336,6 +328,8 @@ class StatusReporter:
         parked = tuple(
             ParkedStatus(verb=verb_of(each.command), why=self.why(each), **self._client(each)) for each in longest
         )
+        pairs = [pair for pair in zip(longest, parked, strict=True) if not self._works_meanwhile(pair[0])]
+        waits = {status.name: f"after {status.since_s:.1f} s: {status.why}" for _, status in pairs}
         ended = dict(zip(TERMINAL, state.rows.ended[1:].tolist(), strict=True))
         steps = self._steps.task.leases.values() if window else ()
         return StatusReport(
@@ -344,12 +338,7 @@ class StatusReporter:
             completed={name: task.completed for name, task in tasks},
             ended=ended, put=budget.put, live=budget.put - sum(ended.values()), held=budget.held,
             charged_bytes=budget.charged, capacity_rows=limits.capacity_rows, capacity_bytes=limits.capacity_bytes,
-            waiting={
-                status.name: f"after {status.since_s:.1f} s: {status.why}"
-                for request, status in zip(longest, parked, strict=True)
-                if not self._works_meanwhile(request)
-            },
-            parked=parked, parked_count=len(waiting),
+            waiting=waits, parked=parked, parked_count=len(waiting),
             sessions=tuple(map(self._session_status, self._listed(waiting))), session_count=len(state.sessions.by_id),
             oldest=self._lease_status(next(iter(leases.values()))) if leases else None, lease_count=len(leases),
             in_parts=tuple((grant.step, grant.left) for grant in steps if grant.parts != NONE),
@@ -396,8 +385,8 @@ class StatusReporter:
         staged = Counter(session.replica.staged for session in replicas if session.replica is not None)
         return tuple(
             VersionStatus(
-                version=each.version, source=each.source, age_s=self._age(each.since), nbytes=each.nbytes, root=each.root,
-                transport=each.parts[0].transport, on=on[each.version], staged=staged[each.version],
+                version=each.version, source=each.source, age_s=self._age(each.since), nbytes=each.nbytes,
+                root=each.root, transport=each.parts[0].transport, on=on[each.version], staged=staged[each.version],
             )
             for each in self._versions.kept.values()
         )  # fmt: skip

@@ -79,8 +79,7 @@ class Terminations:
         return self._leases.lose_rows(ids, tokens)
 
     def give_back_step(self, grant: Grant, reason: str) -> None:
-        """Return the rows of a step to it, and end its lease. The parts of a step in parts stay as
-        they are, for the next lease."""
+        """Return the rows of a step to it, and end its lease. Its parts stay as they are, for the next lease."""
         steps, task = self._steps, self._tasks[grant.task]
         ids = self._leases.outstanding(grant)
         if ids.size:
@@ -96,10 +95,9 @@ class Terminations:
 
     def note_return(self, grant: Grant, ids: Ids, reason: str) -> None:
         """Publish the event of rows returned from a lease."""
-        context, worker = self._state.context, self._state.sessions.name(grant.session)
-        context.publish(
-            ev.LeaseReturned(time_s=context.now, worker=worker, task=grant.task, count=ids.size, reason=reason)
-        )
+        now, worker = self._state.context.now, self._state.sessions.name(grant.session)
+        event = ev.LeaseReturned(time_s=now, worker=worker, task=grant.task, count=ids.size, reason=reason)
+        self._state.context.publish(event)
 
     def note_skipped(self, count: int, reason: str) -> None:
         """Count rows skipped by a task."""

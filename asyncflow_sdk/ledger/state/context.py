@@ -165,8 +165,7 @@ class Context:
         self.every_put = True
 
     def next_woken(self) -> tuple[str, set[int] | None] | None:
-        """Remove and return the first woken place by name, for a repeatable order, and the woken sessions, None for
-        all. Return None if no place is woken."""
+        """Remove and return the first woken place by name, for a repeatable order, with its sessions (None: all)."""
         if self._woken:
             place = min(self._woken)
             return place, self._woken.pop(place)

@@ -141,8 +141,7 @@ class Homes:
         return home
 
     def _end_epoch(self, session: Session, home: cmd.HomeInfo) -> None:
-        """Give up an epoch before one with other contents. Raises ConfigError if another unit serves the old ones:
-        two hosts may have the same name."""
+        """Give up an epoch before one with other contents. Raises ConfigError if another unit serves the old ones."""
         unit = self._sessions.by_id.get(home.unit)
         if unit is not None and unit is not session:
             text = f"{_named(home)} has other contents, served by {unit.name} (session {unit.id})"
@@ -158,10 +157,8 @@ class Homes:
         unit = self._sessions.by_id.get(home.unit)
         served = ("served", home.offer.address, unit.name) if unit is not None else ("absent", "", "")
         state, address, detail = ("lost", "", home.lost) if home.lost else served
-        absent_s = self._context.now - home.absent_since if state == "absent" else 0.0
-        return HomeStatus(
-            home.number, home.epoch, home.offer.name, state, address, detail, absent_s, home.rows_failed
-        )
+        away_s = self._context.now - home.absent_since if state == "absent" else 0.0
+        return HomeStatus(home.number, home.epoch, home.offer.name, state, address, detail, away_s, home.rows_failed)
 
     def _publish(self, home: cmd.HomeInfo, state: str, detail: str) -> None:
         now, name = self._context.now, home.offer.name

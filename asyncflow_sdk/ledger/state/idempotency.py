@@ -21,8 +21,7 @@ _NO_GROUPS: Ids = np.empty(0, np.int64)
 
 
 class KeyedPut(NamedTuple):
-    """A put with a key: rows ``first`` to ``first + size - 1``. ``digest``: DIGEST_BYTES for each of ``columns``, or
-    b""."""
+    """A put with a key: rows ``first`` to ``first + size - 1``. ``digest``: see ``AddRows``."""
 
     first: int
     size: int
@@ -63,8 +62,7 @@ class IdempotencyKeys:
         return self._puts.get(key)
 
     def lacking(self, known: KeyedPut, put: cmd.AddRows) -> Ids:
-        """Return the numbers of the groups to add again: those lost since the first put with the key. Raises
-        SchemaError if that was of other rows."""
+        """Return the numbers of groups lost since the first put. Raises SchemaError if that was of other rows."""
         if differences := known.differences(put):
             text = f"of rows {known.first} to {known.first + known.size - 1}: this one has {'; '.join(differences)}"
             raise SchemaError(f"key {put.key!r} names another put, {text}. Nothing was put; give it another key")

@@ -90,8 +90,7 @@ class RowMetrics:
 
 
 class DeadLetters:
-    """Groups that failed for good, with the reasons of their failed attempts. ``groups``: the newest ``MAX_GROUPS``,
-    each with its last ``MAX_REASONS`` reasons."""
+    """``groups``: the newest ``MAX_GROUPS`` failed groups, each with its last ``MAX_REASONS`` reasons."""
 
     def __init__(self) -> None:
         self.groups: deque[FailedGroup] = deque(maxlen=MAX_GROUPS)
@@ -122,8 +121,7 @@ class DeadLetters:
         self.groups.append(FailedGroup(first, rows, task, partition, *put, tuple(self._reasons.get(first, ())), now))
 
     def lost(self, key: str, rows: Ids, groups: Ids, where: Ids, names: list[str], reason: str, now: float) -> None:
-        """Keep rows of one put with lost payload, adjacent ones together. ``where``: the partition's number for each
-        row; ``names``: names of partitions."""
+        """Keep rows of one put with lost payload, adjacent ones together. ``where``: each row's partition."""
         breaks = (np.diff(rows) != 1) | (np.diff(groups) > 1) | (np.diff(where) != 0)
         bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(rows)]
         for start, end in [*pairwise(bounds)][-MAX_GROUPS:]:

@@ -105,15 +105,11 @@ class Grant:
         """Return the rows meant by positions in a command of this rank."""
         return self.ids if self.shards is None else self.ids[self.shards.span(rank)]
 
-    def held_by(self, session: int, rank: int) -> bool:
-        """True if a session holds the lease under this rank."""
-        if self.shards is None:
-            return session == self.session
-        return 0 <= rank < self.shards.size and session == self.shards.members[rank]
-
     def session_of(self, rank: int) -> int:
-        """Return the session of a rank."""
-        return self.session if self.shards is None else self.shards.members[rank]
+        """Return the session of a rank; NONE if there is no such rank."""
+        if self.shards is None:
+            return self.session
+        return self.shards.members[rank] if 0 <= rank < self.shards.size else NONE
 
     def left_of(self, session: int) -> int:
         """Return the number of rows neither completed nor returned by a holder."""
@@ -272,8 +268,7 @@ class Session:
 
 
 class Sessions:
-    """Sessions by number. ``preparing``: the work of each before its first request for rows, since when (ledger
-    seconds), by session number."""
+    """Sessions by number. ``preparing``: work of sessions before their first request, with its begin."""
 
     def __init__(self) -> None:
         self.by_id: dict[int, Session] = {}
@@ -286,12 +281,6 @@ class Sessions:
         self._next += 1
         self.by_id[session.id] = session
         return session
-
-    def prepare(self, session: Session, command: cmd.Prepare, now: float) -> None:
-        """Note the work of a session before its first request; "" for none."""
-        self.preparing[session.id] = command, now
-        if not command.what:
-            del self.preparing[session.id]
 
     def remove(self, session: int) -> None:
         """Forget a closed session."""

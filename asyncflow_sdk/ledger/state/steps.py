@@ -32,8 +32,7 @@ class Window:
         self._admitted: Counter[int] = Counter()
 
     def filling(self, current: int) -> StepWindow:
-        """Return the policy's view, valid until a counter changes. ``current``: the step trained by
-        the newest version."""
+        """Return the policy's view, valid until a counter changes. ``current``: the newest version's step."""
         admitted = MappingProxyType(self._admitted)
         return StepWindow(self.step, self.batch_rows, self.free, self.max_staleness, current, admitted)
 
@@ -64,8 +63,7 @@ class Window:
 
     @property
     def wanted(self) -> int:
-        """Slots to put rows for: all slots or, without a last step, those of this step and of the
-        max_staleness + 1 steps after it."""
+        """All slots or, without a last step, the ones of this step and of the max_staleness + 1 after it."""
         if self.slots is not None:
             return self.slots
         return self.free + (self.max_staleness + 1) * self.batch_rows
@@ -237,15 +235,13 @@ class Steps:
             self.held[step] = ids
 
     def take_back(self, step: int, ids: Ids) -> None:
-        """Queue a full step for a trainer again: ``ids``, or all its rows if it was leased in parts.
-        The open step keeps its rows."""
+        """Queue a full step again: ``ids``, or all its rows if leased in parts. The open step keeps its rows."""
         if step != self.window.step:
             ids = self.held.pop(step, ids)
             self.closed = deque(sorted([(step, ids), *self.closed], key=lambda closed: closed[0]))
 
     def requeue(self, first: int) -> Ids:
-        """Queue uncovered steps from ``first`` on again, and forget their checkpoints. Return their acknowledged
-        rows, which are trained again."""
+        """Queue uncovered steps from ``first`` on again. Return their acknowledged rows, to be trained again."""
         self.saved = {step: version for step, version in self.saved.items() if step <= first}
         whole = {step: ids for step, ids in sorted(self.uncovered.items()) if step >= first}
         self.closed = deque([*((step, ids) for step, ids in self.closed if step < first), *whole.items()])

@@ -212,8 +212,6 @@ class Task:
             firsts, there = np.unique(rows.first[rows.at(live)], return_counts=True)
             self._arrays["arrivals"][rows.at(firsts)] = rows.size[rows.at(firsts)] - there
 
-    # ---- ready rows, in turn
-
     def takes(self, partition: int) -> bool:
         """True if it takes the partition with this number."""
         return self.spec.takes(self._partitions.names[partition])
@@ -239,10 +237,8 @@ class Task:
     @property
     def closed(self) -> bool:
         """True if no more rows can be put for it."""
-        partitions = self._partitions
-        return partitions.ended or bool(
-            partitions.ended_names and partitions.ended_names.issuperset(self.spec.partitions)
-        )
+        ended = self._partitions.ended_names
+        return self._partitions.ended or bool(ended and ended.issuperset(self.spec.partitions))
 
     def exhausted(self, partition: str | None = None) -> bool:
         """True if it gets no further row, of one partition or of any."""
@@ -259,8 +255,6 @@ class Task:
                 part = self._rows.members(part)
                 part = part[ready.is_ready(part)]
             ready.push(part, front=True)
-
-    # ---- leases and blame
 
     def hold(self, grant: Grant) -> None:
         """Add a lease."""
@@ -355,8 +349,7 @@ class Tasks:
         return task
 
     def takers(self, partition: str) -> list[Task]:
-        """Return the tasks of a partition. The step task is last: filling the last step ends rows, and others must
-        not see these as ready."""
+        """Return the tasks of a partition, the step task last: rows ended by the last step are ready for none."""
         takers = self._takers.get(partition)
         if takers is None:
             takers = sorted((task for task in self if task.spec.takes(partition)), key=attrgetter("makes_steps"))
@@ -526,7 +519,7 @@ class Leases:
     def held(self, session: Session, token: int, rank: int) -> Grant:
         """Return the lease named by a session. Raises LeaseLost."""
         grant = self.by_token.get(token)
-        if grant is None or not grant.held_by(session.id, rank):
+        if grant is None or grant.session_of(rank) != session.id:
             why = self.voided.get(token, "completed, expired, returned, or its rows ended")
             raise LeaseLost(f"lease {token} is not held by {session.name}: {why}")
         return grant
@@ -569,8 +562,7 @@ class Leases:
             del self.voided[next(iter(self.voided))]
 
     def lose_rows(self, ids: Ids, tokens: Ids) -> list[tuple[Grant, Ids]]:
-        """Remove ended rows from the leases ``tokens`` (NONE: none). Notify holders that asked. Return
-        leases of steps in parts with the rows they lost."""
+        """Remove ended rows from ``tokens``; notify holders. Return leases of steps in parts and their rows."""
         broken = []
         for token in np.unique(tokens[tokens != NONE]).tolist():
             grant, lost = self.by_token[token], ids[tokens == token]

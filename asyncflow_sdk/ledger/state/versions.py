@@ -122,8 +122,7 @@ class AnnouncedVersion:
 
 @dataclass
 class KeptVersion:
-    """A kept version. ``source``: the number its bytes were published under. ``sessions``: the
-    publisher of each part."""
+    """A kept version. ``source``: the number its bytes were published under. ``sessions``: each part's publisher."""
 
     version: int
     source: int
