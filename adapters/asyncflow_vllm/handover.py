@@ -28,7 +28,7 @@ from asyncflow_sdk.interfaces import WeightUpdate
 from asyncflow_sdk.interfaces.weights import FilePlace
 from asyncflow_sdk.types import carrier
 from asyncflow_sdk.weights.transports import VersionMemory
-from asyncflow_sdk.weights.transports.version_memory import HEADER_BYTES
+from asyncflow_sdk.weights.transports.shm import HEADER_BYTES
 
 ALIGN = 64
 Array = np.ndarray[Any, Any]

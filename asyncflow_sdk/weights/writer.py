@@ -4,9 +4,9 @@ A chunk takes tensors until the next one does not fit; a larger tensor gets its 
 the order and sizes of the tensors. So equal weights have equal manifests, and successive versions of a model need
 rooms of equal sizes. The first chunks are smaller than the rest, for small models.
 
-The publishing thread and one helper take turns at the buckets: each thread copies its bucket in pieces, and hashes each
-piece while it is in the core's cache. Buckets that others copy (a device, threads of torch) are hashed by a background
-thread.
+The publishing thread and one helper take turns at the buckets: each thread copies its bucket in pieces, and hashes
+each piece while it is in the core's cache. Buckets that others copy (a device, threads of torch) are hashed by a
+background thread.
 """
 
 from __future__ import annotations

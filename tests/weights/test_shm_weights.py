@@ -17,7 +17,7 @@ from asyncflow_sdk.interfaces import Host
 from asyncflow_sdk.memory import PrivateMaps, SharedDirectory
 from asyncflow_sdk.testing.transport_harness import Sent, TransportHarness
 from asyncflow_sdk.weights import make_transport
-from asyncflow_sdk.weights.transports.version_memory import VersionMemory
+from asyncflow_sdk.weights.transports.shm import VersionMemory
 
 pytestmark = pytest.mark.fast
 SLACK = 1 << 20

@@ -30,8 +30,8 @@ _log = logging.getLogger(__name__)
 
 
 class HostsStore(PayloadStore):
-    """``fetch_s``: longest wait for rows of another host. ``home``: the home that is written to; None before the first
-    write, and without visible memory. Raises ConfigError. See ``PayloadStore``."""
+    """``fetch_s``: longest wait for rows of another host. ``home``: the home that is written to; None before the
+    first write, and without visible memory. Raises ConfigError. See ``PayloadStore``."""
 
     may_wait = True
 

@@ -4,6 +4,6 @@
 """
 
 from ...wire import Service, ServiceClient
-from .version_memory import VersionMemory
+from .shm import VersionMemory
 
 __all__ = ["Service", "ServiceClient", "VersionMemory"]

@@ -38,6 +38,7 @@ from ...interfaces.weights import Bytes, Room
 from ...memory import BufferPool, sync_directory
 from ...types import Manifest
 from ...types.manifest import Bucket
+from .shm import VersionMemory
 from .version_directories import (
     INDEX,
     RankFiles,
@@ -48,7 +49,6 @@ from .version_directories import (
     tensor_files,
     version_of,
 )
-from .version_memory import VersionMemory
 
 PATH = "ASYNCFLOW_WEIGHTS_PATH"
 PIECE_BYTES = 1 << 20  # read and verified at a time

@@ -26,8 +26,7 @@ from ... import errors
 from ...interfaces.weights import Fetched, Host
 from ...memory import meeting_directory, remove_if_ownerless
 from ...types import Manifest
-from .shm import ShmReceiver
-from .version_memory import VersionMemory
+from .shm import ShmReceiver, VersionMemory
 
 HEAD_START_S = 0.05  # for the fetcher of the last version: it has memory and mappings to use again
 STALL_S = 60.0  # longest time without a bucket of another process that fetches

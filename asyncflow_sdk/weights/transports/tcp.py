@@ -27,9 +27,8 @@ from ...types.validation import check_least
 from ...wire import ServiceClient
 from .bucket_server import BucketServer, HeldVersion, TcpAddress, decode, encode
 from .host_share import HostShare
-from .shm import ShmReceiver
+from .shm import SharedRoom, ShmReceiver, VersionMemory
 from .tcp_fetch import FetchThreads, TcpFetch
-from .version_memory import SharedRoom, VersionMemory
 
 DELTA_BYTES = 256 << 20
 
