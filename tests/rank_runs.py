@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from waiting import kill_at, until, wait_at
 
 import asyncflow_sdk as af
-from asyncflow_sdk.cli.export_command import export_model
+from asyncflow_sdk.cli.run_command import export_model
 from asyncflow_sdk.plugins import registry
 from asyncflow_sdk.types import Shard
 from asyncflow_sdk.types.events import Event, Note, Span, StepTrained, WorkerState

@@ -27,12 +27,15 @@ from ..types.config import LOCAL, Store
 from ..types.defaults import CALL_S, CAPACITY_ROWS, CHECK_S, GROUP_SIZE, HOME_SILENCE_S, MAX_STALENESS
 from .new_plugin import new_plugin
 from .options import (
+    Changes,
     Debug,
     Insecure,
     Json,
     Key,
+    MaxStaleness,
     MaybeText,
     NoPlugin,
+    Policy,
     Queue,
     RunDir,
     Texts,
@@ -132,12 +135,8 @@ def demo(
     ] = None,
     steps: Annotated[int, option("Steps to train.", min=1)] = 300,
     seed: Annotated[int, option("Seed of the data, the warm-up and the sampling.")] = 0,
-    max_staleness: Annotated[
-        int, option("Maximum staleness of a trained token, in versions; 0 trains synchronously.", min=0)
-    ] = 1,
-    staleness_policy: Annotated[
-        str, option("Policy for slow rows: wait, drop, count, or another installed policy.")
-    ] = "wait",
+    max_staleness: MaxStaleness = 1,
+    staleness_policy: Policy = "wait",
     model: Annotated[
         Path | None,
         option("Hugging Face folder to start from, without warm-up.", "PATH", exists=True, file_okay=False),
@@ -188,9 +187,7 @@ def run(
     ] = None,
     only_print: Annotated[bool, option("Print the resolved workflow; start nothing.", "", "--print")] = False,
     as_mermaid: Annotated[bool, option("Print the dataflow as Mermaid; start nothing.", "", "--mermaid")] = False,
-    changes: Annotated[
-        Texts, repeatable("Change a value, for example train.learning_rate=1e-5.", "KEY=VALUE", "--set")
-    ] = None,
+    changes: Changes = None,
     address: Annotated[
         MaybeText, option("Address for workers of other hosts, for example tcp://0.0.0.0:7000; with keys.")
     ] = None,
@@ -223,10 +220,8 @@ def serve(
     epochs: Annotated[int | None, option("Epochs to feed; default: until --steps is reached.", min=1)] = None,
     seed: Annotated[int, option("Seed of the order of prompts.")] = 0,
     steps: Annotated[int | None, option("Steps to train; default: until the stream ends.", min=1)] = None,
-    max_staleness: Annotated[
-        int, option("Maximum staleness of a trained token, in versions.", min=0)
-    ] = MAX_STALENESS,
-    staleness_policy: Annotated[str, option("Policy for slow rows: wait, drop, count, ...")] = "wait",
+    max_staleness: MaxStaleness = MAX_STALENESS,
+    staleness_policy: Policy = "wait",
     capacity_rows: Annotated[int, option("Maximum number of live rows.", min=1)] = CAPACITY_ROWS,
     durability: Annotated[
         str | None, option("'process' survives a killed process, 'host' also a reboot; default: neither.")
@@ -246,20 +241,13 @@ def serve(
 
     Ctrl-C ends it.
     """
-    from .serve_command import serve_run
+    from .run_command import serve_run
 
     feed = {"prompts": prompts, "group_size": group_size, "column": column, "epochs": epochs, "seed": seed}
-    options = {
-        "address": address,
-        "insecure": insecure,
-        "steps": steps,
-        "max_staleness": max_staleness,
-        "staleness_policy": staleness_policy,
-        "capacity_rows": capacity_rows,
-        "durability": durability,
-        "track": track or [],
-        "store": Store(kind=store, silence_s=home_silence, options=named_options(store_options, "--store-option")),
-    }
+    limits: dict[str, Any] = {"steps": steps, "max_staleness": max_staleness, "staleness_policy": staleness_policy}
+    limits |= {"capacity_rows": capacity_rows, "durability": durability, "track": track or []}
+    place = Store(kind=store, silence_s=home_silence, options=named_options(store_options, "--store-option"))
+    options = {"address": address, "insecure": insecure, "store": place, **limits}
     serve_run(directory, Console(), None if prompts is None else feed, options)
 
 
@@ -323,7 +311,7 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Write a model folder of a run: the final one, that of a step, or the best one."""
-    from .export_command import export_model
+    from .run_command import export_model
 
     say(Console(), f"{out}: from {export_model(directory, out, step, best)}")
 
@@ -398,10 +386,7 @@ def store(
 @app.command()
 def resume(
     run_dir: RunDir,
-    changes: Annotated[
-        Texts,
-        repeatable("Change a value, for example steps=400 or rollout.replicas=4.", "KEY=VALUE", "--set"),
-    ] = None,
+    changes: Changes = None,
     no_plugin: NoPlugin = None,
     debug: Debug = False,
 ) -> None:
@@ -480,26 +465,12 @@ def check(
     """
     from .check import CheckOptions, run_checks, show_checks
 
-    console = Console()
     if show:
-        show_checks(console, markdown=markdown)
+        show_checks(Console(), markdown=markdown)
         return
-    chosen = CheckOptions(
-        kind,
-        tier,
-        only or (),
-        model,
-        policy,
-        named_options(options, "--option"),
-        expect or (),
-        limit,
-        seed,
-        tolerance,
-        dtype,
-        world_size,
-        fail_fast,
-    )
-    raise typer.Exit(0 if run_checks(name, chosen, console, json) else 1)
+    of = (kind, tier, only or (), model, policy, named_options(options, "--option"), expect or ())
+    chosen = CheckOptions(*of, limit, seed, tolerance, dtype, world_size, fail_fast)
+    raise typer.Exit(0 if run_checks(name, chosen, Console(), json) else 1)
 
 
 @app.command()

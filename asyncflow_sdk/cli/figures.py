@@ -234,18 +234,15 @@ class RateWindow:
 
 
 def _rates(first: StatusReport, last: StatusReport) -> Rates:
-    seconds = last.time_s - first.time_s
-
-    def _rate(now: int, before: int) -> float:
-        return (now - before) / seconds if seconds else math.nan
+    seconds = last.time_s - first.time_s or math.nan
 
     def _by_task(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, float]:
-        return {task: _rate(count, before.get(task, 0)) for task, count in now.items()}
+        return {task: (count - before.get(task, 0)) / seconds for task, count in now.items()}
 
     return Rates(
-        put=_rate(last.put, first.put),
-        ended=_rate(sum(last.ended.values()), sum(first.ended.values())),
-        written_bytes=_rate(last.written_bytes, first.written_bytes),
+        put=(last.put - first.put) / seconds,
+        ended=(sum(last.ended.values()) - sum(first.ended.values())) / seconds,
+        written_bytes=(last.written_bytes - first.written_bytes) / seconds,
         arrived=_by_task(last.arrived, first.arrived),
         completed=_by_task(last.completed, first.completed),
     )

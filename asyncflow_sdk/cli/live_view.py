@@ -130,7 +130,6 @@ class LiveView:
             self._show()
 
     def _show(self) -> None:
-        """Print the messages, and draw the screen anew."""
         try:
             while self._messages and not self._muted:
                 self._print(*self._messages.popleft())
@@ -149,7 +148,6 @@ class LiveView:
         stream.flush()
 
     def _add_message(self, event: Event) -> None:
-        """Queue the text of an event to be printed."""
         if isinstance(event, Note) and event.level != "info":
             worker = f" ({event.worker})" if event.worker else ""
             self._add_text(f"{event.level}{worker}: {event.text}", event.level)
@@ -165,10 +163,12 @@ class LiveView:
 
     def _add_progress(self, last: bool = False) -> None:
         """Queue a line about the newest step if it is due; if ``last``, also if it is not due."""
+        if self._live is not None:
+            return
         run = self._fold.figures()
         steps, seconds = run.done - self._line_step, run.now_s - self._line_s
         last = last or seconds >= _SILENCE_S or 0 < run.total_steps <= run.done
-        if self._live is not None or not ((steps and last) or (steps >= LINE_STEPS and seconds >= LINE_S)):
+        if not steps or not (last or (steps >= LINE_STEPS and seconds >= LINE_S)):
             return
         self._line_step, self._line_s = run.done, run.now_s
         flight = run.metric("staleness_in_flight_mean")

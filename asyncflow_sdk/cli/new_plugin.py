@@ -15,6 +15,7 @@ from rich.console import Console
 
 from ..errors import ConfigError
 from ..plugins import registry
+from .options import say
 
 _TORCH = '"asyncflow-sdk[torch]"'
 KINDS: dict[str, dict[str, str]] = {
@@ -78,7 +79,8 @@ def write_plugin(name: str, kind: str, folder: Path) -> list[Path]:
         raise ConfigError(f"a {kind} adapter is named {name!r} already; use another name, for example my-{name}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty: name a new directory with --into")
-    words = _PLAIN | KINDS[kind] | {"name": name, "module": module, "kind": kind, "cls": _class_name(name)}
+    cls = "".join(part.capitalize() for part in name.split("-"))
+    words = _PLAIN | KINDS[kind] | {"name": name, "module": module, "kind": kind, "cls": cls}
     words["use"] = "    " + Template(words["use"]).substitute(name=name)
     package = folder / module
     written = {
@@ -89,9 +91,10 @@ def write_plugin(name: str, kind: str, folder: Path) -> list[Path]:
         package / f"{words['file']}.py": f"{kind}.py",
         folder / "tests" / f"test_{module}.py": "test.py",
     }
-    for path, template in written.items():
+    for path, source in written.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(Template(_template(template)).substitute(words))
+        template = resources.files(__package__).joinpath("templates", f"{source}.tmpl").read_text()
+        path.write_text(Template(template).substitute(words))
     (package / "py.typed").touch()
     return [*written, package / "py.typed"]
 
@@ -111,18 +114,8 @@ def new_plugin(
     files = write_plugin(name, kind, folder)
     console = Console()
     console.print(f"{folder}: {KINDS[kind]['what'].lower()}, ready to be changed", style="bold", highlight=False)
-    for file in files:
-        console.print(f"  {file.relative_to(folder)}", highlight=False)
+    say(console, "\n".join(f"  {file.relative_to(folder)}" for file in files))
     more = (_PLAIN | KINDS[kind])["more"]
     lines = (f"cd {folder}", "pip install -e '.[test]'", f"asyncflow check {name} --kind {kind}{more}")
-    console.print("\nNext:")
-    for line in lines:
-        console.print(f"  {line}", style="cyan", markup=False, highlight=False, soft_wrap=True)
-
-
-def _class_name(name: str) -> str:
-    return "".join(part.capitalize() for part in name.split("-"))
-
-
-def _template(name: str) -> str:
-    return resources.files(__package__).joinpath("templates", f"{name}.tmpl").read_text()
+    say(console, "\nNext:")
+    say(console, "\n".join(f"  {line}" for line in lines), "cyan")

@@ -59,6 +59,13 @@ def repeatable(text: str, metavar: str, *names: str, **more: Any) -> Any:
     return option(f"{text} Repeatable.", metavar, *names, **more)
 
 
+MaxStaleness = Annotated[
+    int, option("Maximum staleness of a trained token, in versions; 0: train synchronously.", min=0)
+]
+Policy = Annotated[str, option("Policy for slow rows: wait, drop, count, or another installed policy.")]
+Changes = Annotated[Texts, repeatable("Change a value, for example train.learning_rate=1e-5.", "KEY=VALUE", "--set")]
+
+
 def one_name_each(param: typer.CallbackParam, given: list[str] | None) -> list[str] | None:
     """Raise BadParameter for several names in one value, "a,b": each has an option of its own."""
     for each in given or ():

@@ -209,7 +209,6 @@ def _work_as_ranks(group: _GroupOptions, spec: Any, batch_size: int = 0, **job: 
 
 
 def _work(group: _GroupOptions, spec: Any, batch_size: int = 0, **job: Any) -> None:
-    """Join the run, work until the stream ends, and leave."""
     from ..workflow import connect
     from .signals import stop_as_interrupt
 

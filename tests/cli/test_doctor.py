@@ -281,7 +281,7 @@ def test_addresses_and_keys(tmp_path: Path) -> None:
 def test_few_open_files_are_told(tmp_path: Path) -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128));"
-        "from asyncflow_sdk.cli.machine import machine; print([f.level for f in machine() if f.subject == 'ulimit -n'])"
+        "from asyncflow_sdk.cli.doctor import machine; print([f.level for f in machine() if f.subject == 'ulimit -n'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
     assert done.stdout.strip() == "['fails']"

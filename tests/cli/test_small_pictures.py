@@ -10,7 +10,7 @@ from test_top_picture import VERSIONS, picture, replica, report
 from asyncflow_sdk.cli.check import print_report
 from asyncflow_sdk.cli.doctor import Examination
 from asyncflow_sdk.cli.formats import sparkline
-from asyncflow_sdk.cli.queue_screen import weights_table
+from asyncflow_sdk.cli.top import weights_table
 from asyncflow_sdk.testing import Report
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from asyncflow_sdk.cli.figures import QueueFigures, RateWindow
 from asyncflow_sdk.cli.formats import rate, size
-from asyncflow_sdk.cli.queue_screen import queue_screen
+from asyncflow_sdk.cli.top import queue_screen
 from asyncflow_sdk.ledger import StatusReport
 from asyncflow_sdk.types.reports import HomeStatus, LeaseStatus, ParkedStatus, SessionStatus, StepAges, VersionStatus
 

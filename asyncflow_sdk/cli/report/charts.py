@@ -46,24 +46,17 @@ _STYLE: dict[Any, Any] = {
     "font.size": 8.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": _GRID,
-    "axes.labelcolor": _INK,
+    **dict.fromkeys(("axes.edgecolor", "grid.color"), _GRID),
+    **dict.fromkeys(("axes.labelcolor", "axes.titlecolor", "text.color", "legend.labelcolor"), _INK),
+    **dict.fromkeys(("xtick.color", "ytick.color"), _INK),
+    **dict.fromkeys(("xtick.major.size", "ytick.major.size"), 0),
+    **dict.fromkeys(("xtick.major.pad", "ytick.major.pad"), 6),
     "axes.titlesize": 8.5,
-    "axes.titlecolor": _INK,
     "axes.titlelocation": "left",
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": _GRID,
     "grid.linewidth": 0.6,
-    "text.color": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "xtick.major.pad": 6,
-    "ytick.major.pad": 5,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
     "legend.frameon": False,
-    "legend.labelcolor": _INK,
     "figure.constrained_layout.use": True,
     "figure.constrained_layout.h_pad": 0.08,
 }
@@ -158,7 +151,6 @@ def _as_attributes(tag: re.Match[str]) -> str:
 
 
 def _reward(figure: Figure, record: RunRecord) -> None:
-    """The reward of each step, its trailing mean, and the score of each evaluation."""
     steps, rewards = _finite(record, "reward")
     if not len(steps):
         return
@@ -176,7 +168,6 @@ def _reward(figure: Figure, record: RunRecord) -> None:
 
 
 def _staleness(figure: Figure, record: RunRecord) -> None:
-    """Staleness over steps, and publish lag over time below it."""
     mean_steps, means = _finite(record, "staleness_mean")
     max_steps, most = _finite(record, "staleness_max")
     lags = [*record.lags.values(), next(reversed(record.lags.values()), 0)]  # the last one lasts until the end
@@ -208,7 +199,6 @@ def _staleness(figure: Figure, record: RunRecord) -> None:
 
 
 def _lengths(figure: Figure, record: RunRecord) -> None:
-    """The lengths of generated and of trained responses."""
     found = {"generated": record.lengths.generated, "trained": record.lengths.trained}
     if not all(lengths.rows for lengths in found.values()):
         return
@@ -231,7 +221,6 @@ def _lengths(figure: Figure, record: RunRecord) -> None:
 
 
 def _metrics(figure: Figure, record: RunRecord) -> None:
-    """Every other metric, each in a small chart."""
     named = {name for step in record.steps for name in step.metrics} - _LARGE
     names = [*(name for name in _SMALL if name in named), *sorted(named - set(_SMALL))][:12]
     series = {name: found for name in names if len((found := _finite(record, name))[0])}
@@ -359,7 +348,6 @@ def _work(figure: Figure, record: RunRecord, lanes: _Lanes, window: tuple[float,
 
 
 def _shares(figure: Figure, lanes: _Lanes) -> None:
-    """One bar per worker: its time by kind of work."""
     if not lanes.work:
         return
     axes = lanes.axes(figure, lanes.work)

@@ -25,7 +25,7 @@ from ...types.events import LeaseReturned, Note, RowsEnded, WorkerState
 from ..figures import QueueFigures, WorkerFigures
 from ..formats import by_name, duration, number
 from ..live_view import shares
-from ..queue_screen import queue_screen
+from ..top import queue_screen
 from .run_record import WAIT, RunRecord, read_record
 from .summary import accounting, facts, outcome
 
@@ -129,7 +129,6 @@ def _clock(record: RunRecord, now_s: float) -> str:
 
 
 def _tiles(record: RunRecord, queue: QueueFigures | None) -> list[tuple[str, str, str]]:
-    """The key figures: name, figure, remark."""
     summary, run, steps = record.summary, record.figures, len(record.steps)
     whole_s = float(summary.get("wall_s", run.now_s - run.start_s))
     rewards = [reward for reward in record.metric("reward") if math.isfinite(reward)]

@@ -32,6 +32,7 @@ from ...types.defaults import CALL_S
 from ...workflow.loops.record_files import EVENTS
 from ...workflow.run_directory import advertised
 from ..figures import QueueFigures
+from ..options import say
 from ..signals import stop_as_interrupt
 from ..top import QueueMonitor
 from .page import page_policy, render_page
@@ -61,7 +62,7 @@ def serve_page(where: str, address: str, console: Console, key: Path | None, ins
             raise ConfigError(f"no page can be served at {address}: {error.strerror or error}") from None
         page.html()  # reads all past events before anybody waits for them
         with server, stop_as_interrupt():
-            console.print(server.url, markup=False, highlight=False, soft_wrap=True)
+            say(console, server.url)
             server.serve_forever()
 
 
@@ -70,16 +71,16 @@ class LivePage:
     Raises the errors of ``connect``, unless the directory holds the events of an ended run. Thread-safe."""
 
     def __init__(self, where: str, key: Path | None = None, insecure: bool = False) -> None:
-        self._where = where
+        self._where, self._options = where, (FRESH_S, key, insecure)
         self._directory = None if "://" in where else Path(where)
-        self._options = FRESH_S, key, insecure
         self._lock = threading.Lock()
         self._html, self._due_s = b"", -math.inf
+        self._drawn: tuple[int, ...] | None = None  # the state of an ended run's files when its page was drawn
         self._monitor: QueueMonitor | None = None
         try:
             self._monitor = QueueMonitor(where, *self._options, CALL_S)
         except AsyncFlowError:
-            if self._directory is None or not (self._directory / EVENTS).is_file():
+            if not self._files():
                 raise
 
     def close(self) -> None:
@@ -90,17 +91,27 @@ class LivePage:
     def html(self) -> bytes:
         """Return the page. Blocks for at most one call to the queue and one drawing; a slow page is drawn less often."""
         with self._lock:
-            if (began_s := time.monotonic()) >= self._due_s:
-                queue = self._read_queue()
-                steps = None if queue is None else queue.report.steps or 0
-                if self._directory is not None and (self._directory / EVENTS).is_file():
-                    record = read_record(self._directory, steps)
-                else:
-                    record = RunRecord(self._where, steps or 0)
-                self._html = render_page(record, queue, live=True).encode()
+            began_s = time.monotonic()
+            if began_s >= self._due_s:
+                queue, files = self._read_queue(), self._files()
+                if queue is not None or files != self._drawn:
+                    self._html = self._draw(queue, recorded=bool(files)).encode()
+                self._drawn = files if queue is None else None
                 now_s = time.monotonic()
                 self._due_s = now_s + max(FRESH_S, (now_s - began_s) / SHARE)
             return self._html
+
+    def _files(self) -> tuple[int, ...]:
+        """Return a state that changes with the files of the run; () without recorded events."""
+        if self._directory is None or not (events := self._directory / EVENTS).is_file():
+            return ()
+        return events.stat().st_size, self._directory.stat().st_mtime_ns
+
+    def _draw(self, queue: QueueFigures | None, recorded: bool) -> str:
+        steps = None if queue is None else queue.report.steps or 0
+        if self._directory is not None and recorded:
+            return render_page(read_record(self._directory, steps), queue, live=True)
+        return render_page(RunRecord(self._where, steps or 0), queue, live=True)
 
     def _read_queue(self) -> QueueFigures | None:
         """Return the figures of the queue; None without a server. Finds the next server of a resumed run."""

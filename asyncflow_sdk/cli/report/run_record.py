@@ -169,9 +169,6 @@ def read_record(run_dir: Path, running_steps: int | None = None) -> RunRecord:
     return RunRecord(run_dir.resolve().name, total_steps, run_dir, events, known, skipped, remarks)
 
 
-# ---- the work of each worker
-
-
 def order(kinds: Iterable[str]) -> list[str]:
     """Sort kinds by rank: known work, other work, waiting."""
     found = set(kinds)
