@@ -101,8 +101,7 @@ class End(Command, frozen=True, tag="end"):
 
 class Dismiss(Command, frozen=True, tag="dismiss"):
     """Grant nothing more to the clients named ``name`` ("": the sender): their requests are answered as at the end of
-    the stream. They may finish the rows they hold. ``ended``: a reason if their processes are known to have ended;
-    their rows then go back."""
+    the stream. They may finish their rows. ``ended``: why, if their processes have ended: their rows go back."""
 
     name: str = ""
     ended: str = ""

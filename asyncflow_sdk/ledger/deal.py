@@ -125,8 +125,7 @@ def _swap(weights: Weights, heavy: Ids, light: Ids, gap: float) -> tuple[int, in
 
 def deal(rows: Rows, task: Task, ids: Ids, shards: int, *, whole_groups: bool, first: int = 0) -> DealtPart:
     """Deal rows to shards: by weight if the task's sampler balances, else in equal numbers. ``whole_groups``: keep
-    groups together; shards may differ in size. ``first``: the shard to begin with if there are fewer groups than
-    shards."""
+    groups together; shards may differ in size. ``first``: the first shard to fill if groups are fewer."""
     if shards == 1:
         return DealtPart(ids, [0, ids.size])
     if whole_groups:

@@ -118,8 +118,7 @@ class PayloadLoss:
         return ids[~np.isin(rows.first[rows.at(ids)], trained)]
 
     def _keep_uncovered(self, ids: Ids, reason: str) -> Ids:
-        """Keep trained rows that no checkpoint covers, done in all tasks: they need their payload only to be trained
-        again. Return the other rows."""
+        """Keep trained rows that no checkpoint covers, done in all tasks. Return the other rows."""
         rows, steps = self._rows, self._steps
         at = rows.at(ids)
         kept = self._uncovered(at)

@@ -32,7 +32,9 @@ class VersionTaken(ConfigError):
 class VersionPublication:
     """``ranks``: session of each rank. ``announced``: the version being written. ``discarded``: the last discarded
     version, and why. ``lost``: by rank, why a version with a published part was discarded, until reported to the
-    rank. ``no_rollback``: see ``OpenPublisher``."""
+    rank. ``no_rollback``: see ``OpenPublisher``.
+    Example with two ranks: both announce 5, rank 0 publishes its part: 4 stays current. Rank 1 publishes: 5 is
+    current, 4 and 5 are kept (``keep_versions`` 2). If rank 1 dies instead, 5 is discarded; rank 0 learns it."""
 
     def __init__(self, state: LedgerState, assembly: StepAssembly, replicas: Replicas, pins: VersionPins) -> None:
         self._state, self._assembly, self._replicas, self._pins = state, assembly, replicas, pins

@@ -24,7 +24,8 @@ class Wait(StalenessPolicy):
 
     k is the step being filled (it trains version k), s its free slots of B, L_j the rows under way with deadline j or
     earlier. Invariant H: for all j >= k, L_j <= s + (j - k)·B. Both methods preserve it, so no row passes its
-    deadline unselected, and no row can block a step for ever."""
+    deadline unselected, and no row can block a step for ever. Example: k = 5, s = 8 of B = 16, 12 rows under way with
+    deadline 6. Then 8 more with deadline 5 may start, or 8 + 16 - 12 = 12 with deadline 6, or 28 with deadline 7."""
 
     promise = "no trained token is older than max_staleness, and no row is given up: steps wait for stragglers"
 
@@ -41,8 +42,7 @@ class Wait(StalenessPolicy):
 
 
 class Drop(StalenessPolicy):
-    """Nothing waits for stragglers: a step takes complete groups, the earliest deadline first. Groups left past their
-    deadline expire and are replaced.
+    """Nothing waits for stragglers: a step takes complete groups, earliest deadline first; late ones expire.
 
     Rows under way are bounded in all: with deadline d, n more may start while L + n <= s + (d - k)·B. So when a step
     closes, at most max_staleness·B rows are under way and can expire: at most max_staleness / (max_staleness + 1) of

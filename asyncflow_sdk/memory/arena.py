@@ -150,7 +150,9 @@ class FreeRanges:
 class Arena:
     """The segments written by one session. Thread-safe; unusable in a child made by fork(), which would write to its
     parent's memory. Files are named ``prefix`` and a number, never reused. It holds at most the recent maximum of
-    live bytes plus one segment, and returns free memory above that to the system, whole segments first."""
+    live bytes plus one segment, and returns free memory above that to the system, whole segments first.
+    Example: blocks of 1000 and 64 bytes lie at 0 and 1024 (multiples of 64). The first is freed: 500 bytes go to 0,
+    if no reader has a view of it; else the range waits for the reader."""
 
     def __init__(self, directory: Path, prefix: str, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._directory, self._prefix, self._segment_bytes = directory, prefix, segment_bytes

@@ -1,8 +1,7 @@
 """The shared-memory directory of a run, made and removed by its server; after a kill -9, removed by the next one.
 
-All segments of a run are files of one directory below /dev/shm, or below the temporary directory if /dev/shm is
-small. The server holds a lock on the file ``owner``. A directory with a free lock belongs to a dead run, and the next
-server removes it.
+All segments of a run are files of one directory below /dev/shm, or below the temporary directory if that is small.
+The server locks the file ``owner``. A directory with a free lock belongs to a dead run: the next server removes it.
 
 The file ``journal`` names the journal that owns a directory, and ``owner`` the device and inode of the folder of the
 run's directory: another container may have another journal of this path. While this journal exists, the rows may
@@ -163,8 +162,7 @@ def is_kept_home(path: Path) -> bool:
 
 
 def journal_owns(path: Path) -> bool:
-    """True if the next server of a journal may reuse a directory: the journal exists, or it cannot be
-    seen from here and its server was alive less than UNSEEN_S ago."""
+    """True if a journal's next server may reuse a directory: the journal exists, or is unseen for up to UNSEEN_S."""
     try:
         journal, age_s = Path((path / MARK).read_text()), time.time() - (path / MARK).stat().st_mtime
     except OSError:

@@ -1,5 +1,4 @@
-"""Rows: one array per property, indexed by id minus the oldest kept id; their partitions, columns and room. No loop
-over rows."""
+"""Rows: one array per property, indexed by id minus the oldest kept id; partitions, columns, room. No row loops."""
 
 from __future__ import annotations
 
@@ -176,8 +175,7 @@ class Pin:
 
 class Partitions:
     """``numbers``: by name; "" is 0. ``names``: the names by number. ``ended``: no row can be put anywhere;
-    ``ended_names``: in these. ``group_sizes``: of the last put in each. ``pins``: by number, of partitions whose rows
-    one version generates."""
+    ``ended_names``: in these. ``group_sizes``: of the last put in each. ``pins``: of partitions of one version."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows

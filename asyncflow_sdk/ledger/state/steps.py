@@ -106,6 +106,9 @@ class Window:
 
 class Steps:
     """``task``, ``window`` and ``name`` of the task exist once a task makes steps: ``declared``.
+    Example with steps of 8 rows and checkpoints: rows 0-7 are selected, so step 0 closes, and ``window.step`` is 1.
+    Step 0 is in ``closed`` until a trainer leases it, and in ``uncovered`` until a checkpoint covers it. If a trainer
+    resumes before that, ``requeue`` puts step 0 into ``closed`` again, with the same rows.
 
     ``ready``: ready rows by deadline (None: rows put complete). ``open_rows``: rows of the open step, in chunks.
     ``closed``: full steps waiting for a trainer, in order. ``held``: full steps leased in parts. ``parts``: the parts

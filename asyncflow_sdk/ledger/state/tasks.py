@@ -415,8 +415,7 @@ class ReadyQueue:
         return self._rows.having(self._task.state, READY, ids)
 
     def take(self, count: int, room: int | None = None) -> Ids:
-        """Remove and return up to ``count`` rows. ``room``: whole groups instead, about ``count`` rows, at least a
-        group, at most ``room`` rows."""
+        """Remove and return up to ``count`` rows. ``room``: instead whole groups, at most this."""
         limit = count if room is None else min(count, room)
         parts: list[Ids] = []
         taken = 0
@@ -493,7 +492,9 @@ class ReadyQueue:
 
 class Leases:
     """Rows held by sessions, and their time limits. ``by_token``: all leases, oldest first. ``voided``: the newest
-    leases of steps in parts that ended before their acknowledgement, with the reason, by token."""
+    leases of steps in parts that ended before their acknowledgement, with the reason, by token.
+    Example with ``lease_s`` 60: rows 0-3 are leased at 10 s under token 1, until 70 s. Rows 0-2 are completed.
+    ``renew`` at 50 s: until 110 s. Then row 3 is ready again: token 1 raises LeaseLost, token 2 has it."""
 
     def __init__(self, context: Context, rows: Rows, sessions: Sessions, tasks: Tasks) -> None:
         self._context, self._rows, self._sessions, self._tasks = context, rows, sessions, tasks
