@@ -30,7 +30,7 @@ NOTE = re.compile(r"``[\w*., `]+``: +(of|its|their|by|as|for|in|to|from|with|at|
 """A parameter's note without a noun."""
 MAX_SIZE = {  # lines, files
     "asyncflow_sdk": (643, 5),
-    "asyncflow_sdk/algorithms": (692, 6),
+    "asyncflow_sdk/algorithms": (688, 6),
     "asyncflow_sdk/cli": (5_083, 26),
     "asyncflow_sdk/interfaces": (1_990, 13),
     "asyncflow_sdk/ledger": (7_048, 28),
@@ -40,7 +40,7 @@ MAX_SIZE = {  # lines, files
     "asyncflow_sdk/testing": (8_783, 47),
     "asyncflow_sdk/types": (2_092, 15),
     "asyncflow_sdk/weights": (4_441, 19),
-    "asyncflow_sdk/wire": (3_215, 14),
+    "asyncflow_sdk/wire": (3_208, 14),
     "asyncflow_sdk/workflow": (12_959, 48),
     "adapters/asyncflow_deepspeed": (817, 8),
     "adapters/asyncflow_fsdp": (405, 6),

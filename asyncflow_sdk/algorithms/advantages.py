@@ -73,17 +73,13 @@ class Moments:
         squares = sum(part.squares + part.count * (part.mean - mean) ** 2 for part in parts)
         return cls(count, mean, squares)
 
-    @property
-    def spread(self) -> float:
-        """The standard deviation, with divisor n."""
-        return math.sqrt(self.squares / max(self.count, 1))
-
 
 def standardise(values: Floats, *, epsilon: float, moments: Moments | None = None) -> Floats:
-    """Return (values - mean) / (spread + ``epsilon``) by ``moments``, default of ``values``."""
+    """Return (values - mean) / (standard deviation + ``epsilon``) by ``moments``, default of ``values``."""
     if moments is None:
         moments = Moments.of(values)
-    return np.asarray((values - moments.mean) / (moments.spread + epsilon))
+    spread = math.sqrt(moments.squares / max(moments.count, 1))
+    return np.asarray((values - moments.mean) / (spread + epsilon))
 
 
 def row_sums(values: Floats, column: Ragged) -> Floats:

@@ -144,7 +144,8 @@ class QueueServer:
                 self.gone(session, f"process {pid} ended while no server was running", blame=False)
             else:
                 self._wire.watch(session, pid, pid_key)
-                self._wire.bind(session, *(() if keys is None else keys.server.clients), "", client.hello.public)
+                run_keys = () if keys is None else keys.server.clients
+                self._wire.requests.sessions[session].accept(*run_keys, "", client.hello.public)
         if self._store.kind != LOCAL:
             self._payload.read_homes_by(self._open_home_reader())
         units = {home.unit for home in self._ledger.state.homes.by_number.values()}
@@ -168,11 +169,10 @@ class QueueServer:
         """Bind to ``addresses``. The key is published first: a client able to connect finds it."""
         keys, run = (None, None) if self._keys is None else (self._keys.server, self._keys.run)
         offer_key(self.directory.path, addresses, run, bound=False)
-
-        def ask(key: str, verdict: Callable[[bool], None]) -> None:
-            verdict(self._executor.admits(key))
-
-        server = Server(RouterSockets(addresses, keys, insecure=insecure, ask=ask), self, max_call_bytes)
+        sockets = RouterSockets(
+            addresses, keys, insecure=insecure, ask=lambda key, verdict: verdict(self._executor.admits(key))
+        )
+        server = Server(sockets, self, max_call_bytes)
         offer_key(self.directory.path, server.addresses, run, bound=True)
         return server
 
@@ -404,7 +404,7 @@ class QueueServer:
         self._executor.execute(session, ticket, call, request.now)
         if new and (client := self._clients.by_session.get(session)) is not None:
             self._wire.watch(session, client.hello.pid, client.hello.pid_key)
-            self._wire.bind(session, client.hello.public)
+            self._wire.requests.sessions[session].accept(client.hello.public)
         self._record(request)
 
     def _record(self, record: Record) -> None:

@@ -88,7 +88,7 @@ class SessionState:
     ahead: set[int] = field(default_factory=set)  # the same for requests above low
     early: set[int] = field(default_factory=set)
 
-    def accept(self, keys: tuple[str, ...]) -> None:
+    def accept(self, *keys: str) -> None:
         """Accept messages by these keys, too; by no earlier one once a later one was used."""
         self.keys += keys
 

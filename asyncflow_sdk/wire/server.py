@@ -5,8 +5,7 @@
     server.stop()
 
 RequestTable keeps sessions and answers, Uploads the large requests on their way. Invalid messages are counted and
-dropped. A frame above FRAME_BYTES cuts its connection before any memory is allocated for it. Payload beside an
-answer is not stored: it is made again for each retry."""
+dropped. Payload beside an answer is not stored: it is made again for each retry."""
 
 from __future__ import annotations
 
@@ -112,10 +111,6 @@ class Server:
         state = self.requests.sessions.get(session)
         return state.keys[-1] if state and state.keys else ""
 
-    def bind(self, session: str, *keys: str) -> None:
-        """Accept messages by these keys in a session; see ``SessionState.accept``."""
-        self.requests.sessions[session].accept(keys)
-
     def start(self) -> None:
         """Start the server's thread."""
         self._thread.start()
@@ -128,10 +123,8 @@ class Server:
                 os.eventfd_write(self._wake, 1)
 
     def stop(self, for_good: Callable[[], bool] = lambda: False) -> None:
-        """Finish the current round, close the sockets, and end the thread. Call from another thread.
-
-        ``for_good``: called in the server's thread after the last answer. If it returns True, all clients get a
-        goodbye, so none waits for another server at these addresses."""
+        """Finish the current round, close the sockets, and end the thread. Call from another thread. ``for_good``:
+        called after the last answer; if it returns True, all clients get a goodbye, and wait for no other server."""
         if self._thread.is_alive():
             self._for_good = for_good
             self.call(self._stop)
