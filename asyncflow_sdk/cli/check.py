@@ -60,7 +60,9 @@ def run_checks(name: str | None, options: CheckOptions, console: Console, json_p
     reports: list[Report] = []
     stopped = False
     for kind, engine in _named(name, options.kind, console):
-        with SubprocessRunner(_spec(kind, engine, options)) as runner:
+        path = [os.getcwd(), *sys.path]  # as for `python -m`
+        spec = {"kind": kind, "engine": engine, "tiers": TIERS, "path": path, **_settings(options)}
+        with SubprocessRunner(spec) as runner:
             kit = _kit(runner, engine, options, alone=name is not None, console=console)
             if kit is not None:
                 write = lambda so_far: _write(json_path, [*reports, so_far])  # noqa: E731
@@ -131,22 +133,10 @@ def _named(name: str | None, kind: str, console: Console) -> Iterator[tuple[str,
         yield adapter.spec.kind, adapter.spec.name
 
 
-def _spec(kind: str, engine: str, options: CheckOptions) -> dict[str, Any]:
-    """Return the arguments of the kit in the subprocess."""
-    return {
-        "kind": kind,
-        "engine": engine,
-        "options": dict(options.options or {}),
-        "policy": options.policy,
-        "model": options.model,
-        "dtype": options.dtype,
-        "tolerance": options.tolerance,
-        "limit_s": options.limit_s,
-        "seed": options.seed,
-        "tiers": TIERS,
-        "world_size": options.world_size,
-        "path": [os.getcwd(), *sys.path],  # as for `python -m`
-    }
+def _settings(options: CheckOptions) -> dict[str, Any]:
+    """Return the settings of the kit."""
+    names = ("options", "policy", "model", "dtype", "tolerance", "limit_s", "seed", "world_size")
+    return {name: getattr(options, name) for name in names}
 
 
 def _kit(
@@ -161,16 +151,9 @@ def _kit(
         only, expected = [n for n in only if n in names], {n: why for n, why in expected.items() if n in names}
         if options.only and not only:
             return None
-    kit = Conformance(
-        runner.kind,  # type: ignore[arg-type]
-        engine,
-        tiers=TIERS[: TIERS.index(options.tier) + 1],
-        only=only,
-        expected=expected,
-        tolerance=options.tolerance,
-        dtype=options.dtype,
-        world_size=options.world_size,
-    )
+    kind: Any = runner.kind
+    tiers = TIERS[: TIERS.index(options.tier) + 1]
+    kit = Conformance(kind, engine, tiers=tiers, only=only, expected=expected, **_settings(options))
     if not (why := runner.start()):
         return kit
     if alone:

@@ -43,10 +43,6 @@ class EchoRollout(RolloutEngine):
     ``in_flight``: draw each token after ``token_s`` seconds by the current weights, and load
     weights in between. ``partial``: draw token by token, and support `interrupt`. ``slow_load_s``:
     the duration of a load (seconds). ``proves``: support scoring and held weights, for proofs.
-
-    Faults on purpose: from version ``fail_load_at`` on, ``fail_loads`` loads raise half-way and
-    leave weights of two versions (log-probs NaN). From version ``take_fewer_at`` on, one tensor is
-    not loaded. Version ``ignore_at`` is reported as loaded and is not.
     """
 
     conformance_policy = "asyncflow_sdk.testing:EchoPolicy"
@@ -58,16 +54,11 @@ class EchoRollout(RolloutEngine):
         delay_s: float = 0.0,
         spread: float = 0.0,
         max_rows: int = 256,
-        seed: int = 0,
         in_flight: bool = False,
         partial: bool = False,
         token_s: float = 0.0,
         slow_load_s: float = 0.0,
         proves: bool = True,
-        fail_load_at: int = -1,
-        fail_loads: int = 1,
-        take_fewer_at: int = -1,
-        ignore_at: int = -1,
     ) -> None:
         can = {"drain": True, "partial": partial, "in_flight": in_flight}
         self.capabilities = Capabilities(
@@ -79,10 +70,8 @@ class EchoRollout(RolloutEngine):
             held_weights=proves,
         )
         self._delay_s, self._spread, self._token_s, self._slow_load_s = delay_s, spread, token_s, slow_load_s
-        self._fail_load_at, self._fails_left = fail_load_at, fail_loads
-        self._take_fewer_at, self._ignore_at = take_fewer_at, ignore_at
-        self._random = np.random.default_rng(seed)
-        self._weights, self._version, self._failing = weights(0), 0, False
+        self._random = np.random.default_rng(0)
+        self._weights, self._version = weights(0), 0
         self._running = 0
         self._between = asyncio.Event()  # no load is under way: tokens may be drawn
         self._between.set()
@@ -172,15 +161,7 @@ class EchoRollout(RolloutEngine):
         return set(new)
 
     def _take(self, version: int, new: dict[str, np.ndarray[Any, Any]]) -> None:
-        self._failing = self._failing or -1 < self._fail_load_at <= version
-        if self._failing and self._fails_left:
-            self._fails_left -= 1
-            self._weights |= dict(list(new.items())[: len(new) // 2])
-            raise EngineError(f"told to fail while loading version {version}")
-        if -1 < self._take_fewer_at <= version:
-            del new[next(iter(new))]
-        if version != self._ignore_at:
-            self._weights |= new
+        self._weights |= new
         self._version = version
 
     async def logprobs(

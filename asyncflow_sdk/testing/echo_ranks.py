@@ -98,35 +98,19 @@ class EchoRanks(EchoTrain):
     """`EchoTrain` in ``world_size`` processes: each rank verifies its own rows; all train a step or
     one of its parts, or none.
 
-    Large tensors are given as one piece a rank. ``die_at``: rank ``die`` kills itself with SIGKILL
-    in this step. ``deaf``: see `Gather`.
+    Large tensors are given as one piece a rank. ``deaf``: see `Gather`.
     """
 
     def __init__(
-        self,
-        model: str = "",
-        *,
-        algorithm: Any = None,
-        delay_s: float = 0.0,
-        fail_at: int = -1,
-        deaf: bool = False,
-        die_at: int = -1,
-        die: int = 1,
+        self, model: str = "", *, algorithm: Any = None, delay_s: float = 0.0, fail_at: int = -1, deaf: bool = False
     ) -> None:
         super().__init__(model, algorithm=algorithm, delay_s=delay_s, fail_at=fail_at)
         self._gather = Gather(deaf)
-        self._die_at = die_at if self._gather.rank == die else -1
 
     @property
     def rank(self) -> int:
         """The number of this rank."""
         return self._gather.rank
-
-    def begin_step(self, step: int) -> None:
-        """Begin a step, on all ranks."""
-        if self.steps == self._die_at:
-            os.kill(os.getpid(), 9)
-        super().begin_step(step)
 
     def accumulate(self, batch: Batch) -> None:
         """Verify this rank's rows of a part, perhaps none. Raises on all ranks if one raised."""

@@ -16,7 +16,7 @@ from ..memory import SharedDirectory
 from ..types import Chunk, Manifest, TensorInfo, dtype_name, to_torch
 from ..types.dtypes import from_torch, is_torch
 from ..types.manifest import digest
-from .kit.threads import EngineThread
+from .kit.lab import EngineThread
 
 ALIGN = 64
 BUCKET = 1 << 16

@@ -94,15 +94,6 @@ def test_an_engine_that_cannot_be_made_is_one_cause() -> None:
     assert len(cause.same) == len(report.results) - 1
 
 
-def test_fail_fast_stops_at_the_first_failure(policy: NumpyPolicy) -> None:
-    kit = Conformance("rollout", WrongRollout, options={"fault": "drops the first token"}, policy=policy, only=ASKED)
-
-    report = kit.run(fail_fast=True)
-
-    assert [result.outcome for result in report.results] == ["passed", "failed"]
-    assert not report.level
-
-
 def test_independent_failures_are_causes_of_their_own() -> None:
     checks = {check.name: check for check in checks_of("rollout")}
 

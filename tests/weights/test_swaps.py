@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from faulty_echo import FaultyRollout
 from replicas import LIMIT_S, Served
 from scripted_transport import Scripted, fails
 from waiting import until
@@ -120,7 +121,7 @@ def producing(run: Served) -> Iterator[Callable[..., Producing]]:
 def test_a_load_that_fails_half_way_puts_back_what_there_was_and_comes_again(
     run: Served, producing: Callable[..., Producing]
 ) -> None:
-    producer = producing(lambda: EchoRollout(fail_load_at=2))
+    producer = producing(lambda: FaultyRollout(fail_load_at=2))
     publish(run, 2)
     assert run.until("failed", 2).detail == "EngineError: told to fail while loading version 2"
     producer.on(2)
@@ -130,7 +131,7 @@ def test_without_a_whole_version_to_put_back_a_replica_is_poisoned(
     run: Served, producing: Callable[..., Producing]
 ) -> None:
     # given an engine that fails twice: to load, and to load what it had
-    producer = producing(lambda: EchoRollout(fail_load_at=2, fail_loads=2))
+    producer = producing(lambda: FaultyRollout(fail_load_at=2, fail_loads=2))
     publish(run, 2)
     producer.fails(
         WeightError,
@@ -140,14 +141,14 @@ def test_without_a_whole_version_to_put_back_a_replica_is_poisoned(
 
 
 def test_a_replica_that_has_no_version_yet_just_tries_again(run: Served, producing: Callable[..., Producing]) -> None:
-    producing(lambda: EchoRollout(fail_load_at=1))
+    producing(lambda: FaultyRollout(fail_load_at=1))
 
 
 @pytest.mark.parametrize("gone", [[1], [1, 2]], ids=["the old one", "both"])
 def test_the_version_before_is_put_back_only_while_it_is_kept(
     gone: list[int], run: Served, scripted: type[Scripted], producing: Callable[..., Producing]
 ) -> None:
-    producer = producing(lambda: EchoRollout(fail_load_at=2))
+    producer = producing(lambda: FaultyRollout(fail_load_at=2))
     failing = [fails(VersionGone(f"version {n} is no longer kept")) for n in gone]
     scripted.end.script = [lambda receiver, manifest: None, *failing]  # the first fetch is that of version 2
     publish(run, 2)
@@ -161,7 +162,7 @@ def test_the_version_before_is_put_back_only_while_it_is_kept(
 def test_names_that_do_not_match_would_come_again_and_are_raised(
     run: Served, producing: Callable[..., Producing]
 ) -> None:
-    producer = producing(lambda: EchoRollout(take_fewer_at=2))
+    producer = producing(lambda: FaultyRollout(take_fewer_at=2))
     publish(run, 2)
     producer.fails(WeightMismatch, r"1 of 5 tensors were not taken by the engine: layer\.0\.weight")
 
@@ -178,7 +179,7 @@ def test_weights_that_were_silently_not_applied_are_found_out(
     verify: str, run: Served, producing: Callable[..., Producing]
 ) -> None:
     """The engine says it took every tensor of version 2, and holds version 1."""
-    producer = producing(lambda: EchoRollout(ignore_at=2), verify=[verify])
+    producer = producing(lambda: FaultyRollout(ignore_at=2), verify=[verify])
     publish(run, 2, **({"probe": probe_of(2)} if verify == "probe" else {}))
     detail = run.until("failed", 2).detail
     assert detail.startswith("WeightError: version 2: ")
@@ -189,8 +190,8 @@ def test_weights_that_were_silently_not_applied_are_found_out(
 
 def test_a_probe_is_looked_at_unasked_by_engines_that_can(run: Served, producing: Callable[..., Producing]) -> None:
     run.transport = "shm"  # of "scripted" all replicas would share one receiver
-    producing(lambda: EchoRollout(ignore_at=2), name="able")
-    producing(lambda: EchoRollout(ignore_at=2, proves=False), name="unable")
+    producing(lambda: FaultyRollout(ignore_at=2), name="able")
+    producing(lambda: FaultyRollout(ignore_at=2, proves=False), name="unable")
     publish(run, 2, probe=probe_of(2))
     run.until("failed", 2, "able")
     until(lambda: run.loaded("unable") == 2, "version 2, which nobody can prove there")
@@ -206,7 +207,7 @@ def test_a_replica_whose_loads_fail_one_after_another_ends(
     run: Served, producing: Callable[..., Producing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica, "GIVE_UP_AFTER", 2)
-    producer = producing(lambda: EchoRollout(ignore_at=2), verify=["held"])
+    producer = producing(lambda: FaultyRollout(ignore_at=2), verify=["held"])
     publish(run, 2)
     producer.fails(WeightError, "2 loads failed one after another, the last of version 2: WeightError")
 

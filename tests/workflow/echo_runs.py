@@ -38,12 +38,13 @@ train = { engine = "echo" }
 
 
 def echo_workflow(*, processes: bool = False, **changes: Any) -> af.Workflow:
-    """``rollout``, ``train``: options of the echo engines, or other specs in their place."""
+    """``rollout``, ``train``: options of the echo engines, with another ``engine`` of a rollout, or other specs."""
     place: dict[str, Any] = {} if processes else {"launcher": "thread"}
     rollout, train = changes.pop("rollout", {}), changes.pop("train", {})
     if isinstance(rollout, dict):
         echo = {"group_size": 4, "prompt": "prompt_ids", "delay_s": 0.002, "spread": 1.0}
-        rollout = af.Rollout("echo", **(echo | ({} if "python" in rollout else place) | rollout))
+        options = echo | ({} if "python" in rollout else place) | rollout
+        rollout = af.Rollout(options.pop("engine", "echo"), **options)
     if isinstance(train, dict):
         train = af.Train("echo", **(({} if {"python", "world_size"} & train.keys() else place) | train))
     reward = af.Stage(functions.length, task="reward", **place)

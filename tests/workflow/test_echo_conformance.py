@@ -62,7 +62,7 @@ def test_an_expected_failure_that_passes_is_a_failure() -> None:
 
 def test_a_failure_that_is_expected_keeps_the_level_down() -> None:
     kit = Conformance(
-        "rollout", "echo", options={"ignore_at": 1}, expected={"update": "version 1 is ignored, as it was told"},
+        "rollout", "faulty_echo:FaultyRollout", options={"ignore_at": 1}, expected={"update": "version 1 is ignored, as it was told"},
         only=["greedy", "update"],
     )  # fmt: skip
 

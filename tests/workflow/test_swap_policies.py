@@ -146,7 +146,9 @@ def test_a_quorum_goes_on_without_a_replica_that_sleeps(tmp_path: Path) -> None:
 @pytest.mark.parametrize("swap", ["drain", "in_flight"])
 def test_a_load_that_fails_half_way_leaves_the_old_version_and_is_tried_again(tmp_path: Path, swap: Any) -> None:
     told, gates, replicas = Told(), Gates(tmp_path / "gates", 9), ("rollout-0", "rollout-1")
-    options = rollout(fail_load_at=3, in_flight=swap == "in_flight", token_s=0.003)
+    options = rollout(
+        engine="faulty_echo:FaultyRollout", fail_load_at=3, in_flight=swap == "in_flight", token_s=0.003
+    )
 
     def listen(event: Event) -> None:
         told(event)
@@ -170,7 +172,7 @@ def test_a_poisoned_replica_ends_and_its_rows_move_on(tmp_path: Path) -> None:
     told = Told()
 
     result = echo_workflow(
-        rollout=rollout(fail_load_at=3, fail_loads=2), train={"delay_s": 0.05}, steps=16
+        rollout=rollout(engine="faulty_echo:FaultyRollout", fail_load_at=3, fail_loads=2), train={"delay_s": 0.05}, steps=16
     ).run(tmp_path / "run", on_event=told)  # fmt: skip
 
     check_whole(result, 16)
@@ -182,7 +184,7 @@ def test_a_poisoned_replica_ends_and_its_rows_move_on(tmp_path: Path) -> None:
 
 def test_names_that_never_match_end_the_run_by_name(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match=r"1 of 5 tensors were not taken by the engine: layer\.0\.weight"):
-        echo_workflow(rollout=rollout(take_fewer_at=1)).run(tmp_path / "run")
+        echo_workflow(rollout=rollout(engine="faulty_echo:FaultyRollout", take_fewer_at=1)).run(tmp_path / "run")
 
 
 def test_a_replica_killed_in_the_middle_of_a_load_is_started_again(tmp_path: Path) -> None:
@@ -218,7 +220,7 @@ def test_every_version_is_proven_by_its_probe(tmp_path: Path) -> None:
     told = Told()
 
     result = echo_workflow(
-        rollout=rollout(ignore_at=4), weights=af.Weights(probe=probe, verify=["probe", "held"]),
+        rollout=rollout(engine="faulty_echo:FaultyRollout", ignore_at=4), weights=af.Weights(probe=probe, verify=["probe", "held"]),
         train={"delay_s": 0.02}, steps=8,
     ).run(tmp_path / "run", on_event=told)  # fmt: skip
 

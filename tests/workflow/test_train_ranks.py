@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import time
 from collections import Counter
@@ -38,6 +39,15 @@ class Telling(EchoRanks):
         path.mkdir(parents=True, exist_ok=True)
         found = {name: os.environ.get(name) for name in self.NAMES} | {"cpus": sorted(os.sched_getaffinity(0))}
         (path / str(self.rank)).write_text(repr(found))
+
+
+class Dying(EchoRanks):
+    """Rank 1 kills itself in its second step."""
+
+    def begin_step(self, step: int) -> None:
+        if self.rank == self.steps == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().begin_step(step)
 
 
 def test_each_rank_trains_its_share_of_one_lease_and_all_of_them_publish_one_version(tmp_path: Path) -> None:
@@ -101,7 +111,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_all_go_on_from_the_last_check
 def test_without_restarts_it_is_said_which_rank_ended_and_how_and_no_process_is_left(tmp_path: Path) -> None:
     events: list[Event] = []
 
-    train = af.Train("echo-ranks", world_size=3, deaf=True, die_at=1)
+    train = af.Train("test_train_ranks:Dying", world_size=3, deaf=True)
     with pytest.raises(WorkerFailed, match=r"worker 'train-0' rank 1 was killed by SIGKILL"):
         echo_workflow(train=train).run(tmp_path / "run", on_event=events.append)
 

@@ -193,16 +193,13 @@ class Conformance:
         )
         return "it answers as no model does: its conformance_policy is empty" if empty else ""
 
-    def run(self, on_result: Callable[[CheckResult], Any] = lambda _: None, *, fail_fast: bool = False) -> Report:
-        """Run all checks in turn; ``on_result`` is called with each result. ``fail_fast``: stop
-        after the first failure."""
+    def run(self, on_result: Callable[[CheckResult], Any] = lambda _: None) -> Report:
+        """Run all checks in turn; ``on_result`` is called with each result."""
         results: list[CheckResult] = []
         try:
             for each in self.checks:
                 results.append(self.ask(each))
                 on_result(results[-1])
-                if fail_fast and results[-1].bad:
-                    break
             return Report(self.kind, self.engine, tuple(results), self.asked())
         finally:
             self.close()

@@ -16,8 +16,7 @@ from ...workflow.serialization import to_json
 from ...workflow.specs import declare_task
 from . import functions
 from .check import DoesNotApply, checks, expect
-from .lab import PlainLab
-from .threads import EngineThread
+from .lab import EngineThread, PlainLab
 
 END_S = 60.0
 

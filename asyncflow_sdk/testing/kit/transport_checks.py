@@ -21,8 +21,7 @@ from ...types import TensorInfo, carrier
 from ...types.dtypes import NUMPY_DTYPES
 from ..transport_harness import BUCKET, Array, Sent, TransportHarness, plain_bytes
 from .check import Tier, checks
-from .lab import PlainLab
-from .threads import EngineThread
+from .lab import EngineThread, PlainLab
 
 SLACK = 2 << 20
 Question = Callable[[TransportHarness], None]

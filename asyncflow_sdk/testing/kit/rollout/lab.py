@@ -19,10 +19,9 @@ from ....types import Ragged, Sampling, VersionSpan
 from ....workflow.loops.engine_gateway import EngineColumns, gives_of
 from ..check import CheckFailed, DoesNotApply, expect
 from ..diagnosis import CACHE, CACHE_HINT, Diagnosis, diagnose_form, diagnose_logprobs, diagnose_tokens
-from ..lab import Lab
+from ..lab import Lab, LoopThread
 from ..policy import Logprobs, Policy
 from ..precision import SHARE, follows, too_far
-from ..threads import LoopThread
 from ..updates import HeldUpdate
 
 LIMIT_S, MAKING_S = 60.0, 600.0

@@ -17,10 +17,9 @@ from ....types import LOSS_MASK, VERSION_SPANS, Batch, Ragged, one_version
 from ....types.dtypes import from_torch, is_torch
 from ..check import CheckFailed, expect
 from ..diagnosis import Diagnosis, diagnose_numbers
-from ..lab import Lab
+from ..lab import EngineThread, Lab
 from ..policy import Policy
 from ..precision import SHARE, too_far
-from ..threads import EngineThread
 
 LIMIT_S = 60.0
 SAME = 0.02
