@@ -317,7 +317,6 @@ class AgentRunner:
             lost.cancel()
 
     async def _call(self, turns: Turns, columns: Mapping[str, Any]) -> Any:
-        """Return the result of a plain function."""
         done: Future[Any] = Future()
         plain = _PlainTurns(turns, asyncio.get_running_loop())
         thread = threading.Thread(
@@ -445,7 +444,6 @@ def _interrupt(thread: threading.Thread) -> str:
 
 
 def _why_not(function: Callable[..., Any]) -> str:
-    """Return why another process cannot import a function."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if "<" in name:
         return "it is defined within another function; put it at the top of a module"

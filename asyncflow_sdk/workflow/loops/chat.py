@@ -209,7 +209,6 @@ def _filled(value: Any) -> Any:
 
 
 def _joined(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with one text as its content, instead of parts."""
     content = message.get("content")
     return {**message, "content": "".join(part["text"] for part in content)} if isinstance(content, list) else message
 
@@ -219,7 +218,6 @@ def _last_text(content: Any) -> str:
 
 
 def _continued(content: Any) -> Any:
-    """Return a content with the mark of its end."""
     text = _last_text(content) + _CONTINUED
     return text if isinstance(content, str) else [*content[:-1], {**content[-1], "text": text}]
 

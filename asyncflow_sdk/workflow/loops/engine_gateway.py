@@ -279,7 +279,6 @@ class EngineGateway:
                     )
 
     async def _generate(self, request: Request) -> AsyncGenerator[Generated, None]:
-        """Yield every response as the engine ends it."""
         while not self._open.is_set():  # it may close again before this task runs
             await self._open.wait()
         assert self.loaded is not None
@@ -318,7 +317,6 @@ class EngineGateway:
             await asyncio.gather(*rests, return_exceptions=True)
 
     async def _continue(self, request: Request, part: Completion, version: int) -> Generated:
-        """Generate the rest of an interrupted response, and return the whole."""
         part, length, sampling = with_spans(part, version), len(part.token_ids), request.sampling
         if length == sampling.max_tokens:
             return Generated(replace(part, finish_reason="length"), version)

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +19,6 @@ from ...queue.coroutines import wait_for_event
 from ...types import LOSS_MASK, VERSION_SPANS, Batch, Chat, ColumnSpec, Ragged, Sampling, one_version
 from ...types.dtypes import carrier
 from ...types.spans import FINISH_REASON
-from ..work import tokenizer_file
 from .agent import Agent
 from .chat import Encoded, PromptEncoder
 from .engine_gateway import Generated, spans_of
@@ -35,12 +33,11 @@ class RolloutOptions:
     """Options of a rollout worker.
 
     ``task``: the task of the leased rows. ``prompt``: the column of prompts; "prompt_ids" holds token ids, any other
-    token ids, texts or chats; these need ``text``: the folder of a tokenizer, or a ``Tokenizer``. ``chat``:
-    arguments of its chat template; a text is then a chat of one message. ``prompt_limit``: the number of tokens kept
+    token ids, texts or chats; these need ``text``: their tokenizer. ``chat``: arguments of its chat template; a text is then a chat of one message. ``prompt_limit``: the number of tokens kept
     of a longer prompt, its last ones. ``prefix``: the prefix of the names of the columns it gives.
 
     ``sampling``: the sampling of responses; ``samplings``: the sampling for rows of other partitions, by name, with
-    the ``sampling_mask`` of ``sampling``. ``agent``: an agent, or its function, to answer each row by a conversation.
+    the ``sampling_mask`` of ``sampling``. ``agent``: an agent to answer each row by a conversation.
     ``trained``: False for other rows than training's: it may wait for them without a limit.
 
     ``needs_first``: True to generate nothing before a published version is loaded; else the engine's own weights are
@@ -54,13 +51,13 @@ class RolloutOptions:
 
     task: str = "rollout"
     prompt: str = "prompt_ids"
-    text: Tokenizer | str | Path | None = None
+    text: Tokenizer | None = None
     chat: Chat | None = None
     prompt_limit: int | None = None
     prefix: str = ""
     sampling: Sampling = field(default_factory=Sampling)
     samplings: Mapping[str, Sampling] = field(default_factory=dict)
-    agent: Agent | Callable[..., Any] | None = None
+    agent: Agent | None = None
     trained: bool = True
     needs_first: bool = False
     swap: str | None = "auto"
@@ -68,26 +65,11 @@ class RolloutOptions:
     only: str = ""
 
     def __post_init__(self) -> None:
-        text, agent, mask = self.text, self.agent, self.sampling.sampling_mask
-        if text is not None and not isinstance(text, Tokenizer):
-            text = Tokenizer(tokenizer_file(text, ""))
-        if agent is not None and not isinstance(agent, Agent):
-            agent = Agent(function=agent)
-        others = {name: with_stop_ids(each, text) for name, each in self.samplings.items()}
-        others = {name: replace(each, sampling_mask=mask) for name, each in others.items()}
-        own = {"text": text, "agent": agent, "sampling": with_stop_ids(self.sampling, text), "samplings": others}
-        for name, value in own.items():
-            object.__setattr__(self, name, value)
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of ``text``."""
-        return cast("Tokenizer | None", self.text)
-
-    @property
-    def conversing(self) -> Agent | None:
-        """The agent, with its columns."""
-        return cast("Agent | None", self.agent)
+        mask, others = self.sampling.sampling_mask, dict(self.samplings)
+        for name, sampling in others.items():
+            others[name] = replace(with_stop_ids(sampling, self.text), sampling_mask=mask)
+        object.__setattr__(self, "sampling", with_stop_ids(self.sampling, self.text))
+        object.__setattr__(self, "samplings", others)
 
 
 @dataclass(eq=False)
@@ -121,7 +103,7 @@ class PromptReader:
 
     def __init__(self, options: RolloutOptions) -> None:
         self._column, self._per_row, self._limit = options.prompt, bool(options.only), options.prompt_limit
-        self._encoder = None if options.tokenizer is None else PromptEncoder(options.tokenizer, options.chat)
+        self._encoder = None if options.text is None else PromptEncoder(options.text, options.chat)
 
     def read(self, batch: AsyncLeasedBatch, version: int) -> PromptLease:
         """Encode prompts. Raises SchemaError for invalid token ids, ConfigError without a tokenizer."""
@@ -208,14 +190,13 @@ class CompletionBatcher:
             self._log.note(f"{len(rows)} responses came too late: {error}")
 
     def _columns(self, lease: PromptLease, rows: Sequence[int], responses: Sequence[Generated]) -> dict[str, Any]:
-        """Return the columns of ``rows``, the rows of ``responses`` in order."""
         completions = [each.completion for each in responses]
         ids, reasons = _ragged([each.token_ids for each in completions], np.int32), list[str]()
         for each in completions:
             reasons += (each.finish_reason,) if isinstance(each, Completion) else each.finish_reason
         text: dict[str, Any] = {}
-        if self._options.tokenizer is not None:
-            text = {"response": [before_stop(each, self._stop) for each in self._options.tokenizer.decode(ids)]}
+        if self._options.text is not None:
+            text = {"response": [before_stop(each, self._stop) for each in self._options.text.decode(ids)]}
         if self._options.only:
             return {self._options.only: text.get("response", ids)}
         columns: dict[str, Any] = {
@@ -248,7 +229,6 @@ def _without(lost: set[int], rows: Sequence[int], generated: Generated) -> Itera
 
 
 def _ragged(parts: Sequence[Any], dtype: npt.DTypeLike) -> Ragged:
-    """Join parts of one row or of several rows."""
     lengths: list[int] = []
     for part in parts:
         lengths += part.lengths.tolist() if isinstance(part, Ragged) else (len(part),)
@@ -261,7 +241,6 @@ def _joined(parts: Sequence[Any], dtype: npt.DTypeLike) -> Any:
 
 
 def _spans(responses: Sequence[Generated], lengths: npt.NDArray[np.int64]) -> Ragged:
-    """Return the version spans of the responses."""
     if not any(isinstance(each.completion, Completion) and each.completion.spans for each in responses):
         counts = [len(e.completion.index) if isinstance(e.completion, Completions) else 1 for e in responses]
         return one_version(np.repeat([each.version for each in responses], counts), lengths)

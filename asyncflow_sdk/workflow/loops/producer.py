@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
 from ...interfaces import Producer, RolloutEngine
 from ...queue import QueueClient
 from ..specs import declare_task, rollout_task
+from ..work import tokenizer_file
+from .agent import Agent
 from .leased_rows import RolloutOptions
 from .rollout_worker import RolloutWorker
+from .tokenizer import Tokenizer
 
 
 class EngineProducer(Producer):
@@ -18,19 +22,23 @@ class EngineProducer(Producer):
     Call one of them, once.
 
     ``given``: the fields of ``RolloutOptions``: ``task``, ``prompt`` (the column of prompts; "prompt_ids" holds token
-    ids), ``text`` (a tokenizer, for text or chats), ``chat``, ``prompt_limit``, ``prefix``, ``sampling``,
-    ``samplings``, ``agent``, ``trained``, ``needs_first``, ``swap``, ``verify``. Raises ConfigError, with the reason,
+    ids), ``text`` (the folder of a tokenizer, for text or chats), ``chat``, ``prompt_limit``, ``prefix``, ``sampling``,
+    ``samplings``, ``agent`` (or its function), ``trained``, ``needs_first``, ``swap``, ``verify``. Raises ConfigError, with the reason,
     for options the engine does not support.
     """
 
     def __init__(self, queue: QueueClient, engine: RolloutEngine, **given: Any) -> None:
+        text, agent = given.get("text"), given.get("agent")
+        if isinstance(text, (str, Path)):
+            given["text"] = Tokenizer(tokenizer_file(text, ""))
+        if callable(agent):
+            given["agent"] = Agent(function=agent)
         options = RolloutOptions(**given)
-        text, agent = options.tokenizer is not None, options.conversing
-        if options.prompt != "prompt_ids" and not text:
+        if options.prompt != "prompt_ids" and options.text is None:
             raise ConfigError(f"column {options.prompt!r} is text; a producer needs a tokenizer to encode it")
         self._queue, self._worker = queue, RolloutWorker(queue, engine, options)
-        task, columns = (options.task, options.prompt, options.prefix, text, agent), tuple(self._worker.gives)
-        self._spec = rollout_task(*task, chat=options.chat, columns=columns)
+        task = options.task, options.prompt, options.prefix, options.text is not None, options.agent
+        self._spec = rollout_task(*task, chat=options.chat, columns=tuple(self._worker.gives))
 
     def work(self) -> None:
         declare_task(self._queue, self._spec)

@@ -107,7 +107,6 @@ class FirstSteps:
 
 
 def _example(batch: Batch) -> str:
-    """Return the first row of a batch as text."""
     prompts = ("prompt", *(name for name in batch if batch.spec(name).kind in ("text", "json")), "prompt_ids")
     prompt = next((name for name in prompts if name in batch and name not in ("response", FINISH_REASON)), "")
     names = [prompt, "response" if "response" in batch else "response_ids", FINISH_REASON, "reward"]
@@ -279,7 +278,6 @@ class Recorder(EventThread):
             self._report(ev.Note(time_s=time.monotonic(), text=text, level="warning", lasting=True))
 
     def _write(self, event: Event, at_once: bool = False) -> None:
-        """Write one line. Called in any thread."""
         if self._torn:
             return
         try:

@@ -72,7 +72,7 @@ class RolloutWorker:
         self._wake = wake = asyncio.Event()
         self._log = WorkerLog(queue.connection)
         loaded = None if options.needs_first else 0
-        self._gateway = EngineGateway(engine, loaded, wake, options.tokenizer, options.sampling)
+        self._gateway = EngineGateway(engine, loaded, wake, options.text, options.sampling)
         self.gives = self._gateway.columns.specs  # the engine's further columns, by name
         self._prompts = PromptReader(options)
         self._batcher = CompletionBatcher(options, self.gives, self._log)
@@ -126,7 +126,6 @@ class RolloutWorker:
     # ---- actions
 
     async def _lease_prompts(self) -> None:
-        """Wait for prompts, and start their requests."""
         if self._lease is None:
             most = self._engine.capabilities.max_rows if self._replica is not None else 0
             get = self._queue.aio.get(self._task, self._requests.room, most=most, timeout_s=FEED_S)
@@ -195,7 +194,6 @@ class RolloutWorker:
                 self._gateway.loaded = replica.loaded
 
     async def _wait(self) -> None:
-        """Wait for ``wake``. Raises DeadlineExceeded with the reason."""
         if not await wait_for_event(self._wake, NEXT_S) and self._trained:
             why = await self._replica.diagnose() if self._replica is not None else ""
             raise DeadlineExceeded(f"in {NEXT_S:g} s no version was staged and no row finished{why}")
@@ -213,7 +211,6 @@ class RolloutWorker:
     # ---- in the background
 
     async def _abort_ended(self) -> None:
-        """Abort requests for rows that end early: too stale, cancelled, or of a failed group."""
         while True:
             with contextlib.suppress(DeadlineExceeded):
                 await self._requests.abort_rows(await self._queue.aio.lost(timeout_s=NEXT_S))
@@ -271,7 +268,7 @@ class RequestScheduler:
         options: RolloutOptions,
     ) -> None:
         self._engine, self._gateway, self._batcher, self._log, self._wake = engine, gateway, batcher, log, wake
-        self._options, agent = options, options.conversing
+        self._options, agent = options, options.agent
         self._agent = None if agent is None else AgentRunner(agent, log.note)
         self.failure: BaseException | None = None
         self._running: dict[asyncio.Task[None], _Running] = {}
@@ -342,7 +339,6 @@ class RequestScheduler:
                 await work.lease.batch.give_back(index=rows, reason=reason, blame=blame)
 
     async def _respond(self, work: _Running) -> None:
-        """Generate a response for each row of a shared prompt, by one request."""
         sampling, seed = self._sampling_of(work)
         request = Request(work.lease.prompt(work.rows[0]), sampling, len(work.rows), seed)
         async with contextlib.aclosing(self._gateway.generate(request)) as responses:
@@ -351,13 +347,12 @@ class RequestScheduler:
 
     async def _converse(self, agent: AgentRunner, work: _Running) -> None:
         row, batch, options = work.rows[0], work.lease.batch, self._options
-        limits: dict[str, Any] = {"tokenizer": options.tokenizer, "context": self._engine.capabilities.context}
+        limits: dict[str, Any] = {"tokenizer": options.text, "context": self._engine.capabilities.context}
         begin = functools.partial(Turns, self._gateway, work.lease.prompt(row), *self._sampling_of(work), **limits)
         columns = {name: batch[name][row] for name in agent.agent.needs or ()}
         self._finish(work, [row], await agent.converse(begin, columns, int(batch.groups[row])))
 
     def _sampling_of(self, work: _Running) -> tuple[Sampling, int | None]:
-        """Return the sampling and the seed of a request."""
         sampling = self._options.samplings.get(work.lease.batch.partition, self._options.sampling)
         return sampling, derived_seed(sampling.seed, int(work.lease.batch.ids[work.rows[0]]))
 
@@ -449,6 +444,5 @@ class RequestScheduler:
         self._log.span("load", began, version=version)
 
     def _report_wait(self) -> None:
-        """Report the time without requests until now."""
         if time.monotonic() - self._idle_since > 0.001:
             self._log.span("wait", self._idle_since)

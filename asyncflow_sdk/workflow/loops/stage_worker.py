@@ -29,6 +29,7 @@ from .engines import check_mask, frozen_options, loading_model, make_engine
 from .event_sinks import WorkerLog
 from .leased_rows import RolloutOptions
 from .rollout_worker import RolloutWorker
+from .tokenizer import Tokenizer
 from .user_code import CallLimit, MainThread, ServiceAway, user_error_text
 
 FILTERED = "filtered"  # the column by which a function filters rows; a bool a row
@@ -86,28 +87,26 @@ class _Outcome:
     failed: dict[int, str] = field(default_factory=dict)
     reason: str = ""
 
-    def losses(self, rows: Batch, whole_groups: bool) -> list[tuple[list[int], str]]:
-        """Return the rows to give back, by position, with their reasons. ``whole_groups``: a row with its group,
-        which the function needs whole."""
-        if self.reason:
-            return [(list(range(rows.rows)), self.reason)]
+    def divided(
+        self, rows: Batch, whole_groups: bool, filters: bool
+    ) -> tuple[list[tuple[list[int], str]], dict[str, Any]]:
+        """Return the rows to give back, by position, with their reasons, and the arguments to complete the others.
+        ``whole_groups``: True to give back a row with its group. ``filters``: True if the column "filtered" drops
+        rows."""
         units = rows.groups if whole_groups else np.arange(rows.rows)
         reasons = {int(units[row]): reason for row, reason in self.failed.items()}
-        return [(np.flatnonzero(units == unit).tolist(), reason) for unit, reason in reasons.items()]
-
-    def completion(self, rows: Batch, lost: list[int], filters: bool) -> dict[str, Any]:
-        """Return the arguments to complete the other rows. ``filters``: the column "filtered" drops rows."""
+        losses = [(np.flatnonzero(units == unit).tolist(), reason) for unit, reason in reasons.items()]
+        if self.reason:
+            losses = [(list(range(rows.rows)), self.reason)]
         columns, index = self.columns, None
-        if lost:
+        if lost := [row for given, _ in losses for row in given]:
             index = np.setdiff1d(np.arange(rows.rows), lost)
-            columns = dict(Batch.of(columns).take(index))
+            columns = dict(Batch.of(columns).take(index)) if len(index) else {}
         filtered = columns.pop(FILTERED, None) if filters else None
-        return {"columns": columns, "index": index, "filtered": filtered}
+        return losses, {"columns": columns, "index": index, "filtered": filtered}
 
 
 class _Stage:
-    """A task and the loops over its leases."""
-
     def __init__(self, queue: QueueClient, task: str, gives: tuple[str, ...], whole_groups: bool) -> None:
         self.queue, self.task, self.gives, self._whole_groups = queue, task, gives, whole_groups
         self.kind = gives[0] if gives else task
@@ -128,13 +127,11 @@ class _Stage:
             try:
                 for rows in batches:
                     began, unsent = time.monotonic(), rows.rows
-                    outcome = work(rows)
-                    lost: list[int] = []
-                    for index, reason in outcome.losses(rows, self._whole_groups):
+                    losses, completion = work(rows).divided(rows, self._whole_groups, self._filters)
+                    for index, reason in losses:
                         rows.give_back(index=index, reason=reason, blame=True)
-                        lost += index
                     if rows.left or not unsent:
-                        rows.finish(**outcome.completion(rows, lost, self._filters))
+                        rows.finish(**completion)
                     self._report_work(began, rows.rows)
                 ended = True
             except LeaseLost as error:
@@ -184,13 +181,13 @@ class _Stage:
     async def _await_call(self, rows: AsyncLeasedBatch, call: _UserFunction | _RewardFunctions) -> None:
         began = time.monotonic()
         async with rows:
-            outcome, lost = await call.run_async(rows), list[int]()
+            outcome = await call.run_async(rows)
+            losses, completion = outcome.divided(rows, self._whole_groups, self._filters)
             try:
-                for index, reason in outcome.losses(rows, self._whole_groups):
+                for index, reason in losses:
                     await rows.give_back(index=index, reason=reason, blame=True)
-                    lost += index
                 if rows.left:
-                    await rows.complete(**outcome.completion(rows, lost, self._filters))
+                    await rows.complete(**completion)
             except LeaseLost as error:
                 self._report_late(rows.rows, error)
             self._report_work(began, rows.rows)
@@ -228,8 +225,7 @@ def _scoring(stage: _Stage, work: Logprobs, needs: tuple[str, ...]) -> Iterator[
 
 
 def _responding(stage: _Stage, work: Generate, prompt: str) -> RolloutWorker:
-    """Load a rollout engine, and return the worker that generates one response for each row."""
-    text, only = work.tokenizer or None, stage.gives[0]
+    text, only = Tokenizer(work.tokenizer) if work.tokenizer else None, stage.gives[0]
     options = RolloutOptions(
         task=stage.task, prompt=prompt, text=text, chat=work.chat, sampling=work.sampling, only=only, swap=None
     )
@@ -381,8 +377,6 @@ class _UserFunction:
 
 
 class _RewardFunctions:
-    """Calls reward functions on a lease and adds up their rewards."""
-
     def __init__(self, rewards: Rewards, limit: CallLimit | None) -> None:
         self._rewards, self.main = rewards, MainThread()
         self._calls = []

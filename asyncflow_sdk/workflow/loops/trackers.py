@@ -161,7 +161,6 @@ class _TrackerThread(EventThread):
         self._warn(f"failed and is left out, the run goes on: {self._doing}: {type(error).__name__}: {error}")
 
     def _sample(self) -> None:
-        """Pass the rows of the step to sample, once recorded."""
         step, self._to_sample = self._to_sample, None
         if step is None or self._settle is None:
             return

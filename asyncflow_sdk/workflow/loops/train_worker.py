@@ -184,8 +184,6 @@ class _TrainerStep:
 
 
 class _TrainedStep(NamedTuple):
-    """A step whose version is published. ``metrics``: the metrics of the whole step."""
-
     version: int
     filtered: npt.NDArray[np.bool_] | None
     metrics: dict[str, float]
@@ -256,7 +254,6 @@ def _save(engine: TrainEngine, checkpoints: Checkpoints, *, last: bool = False) 
 
 
 def _export(engine: TrainEngine, path: Path, ranks: RankCommunicator) -> Path:
-    """Export the policy, whole or not at all."""
     with contextlib.ExitStack() as whole:
 
         def _begin() -> bytes:
@@ -407,7 +404,6 @@ class _TrainedVersions:
 
 
 def _scored(probe: Probe, engine: TrainEngine) -> Probe:
-    """Return the probe with its log-probs under the engine's weights."""
     prompts, responses = (Ragged.of(list(ids), np.int32) for ids in (probe.prompt_ids, probe.response_ids))
     lengths = responses.lengths
     columns = {"prompt_ids": prompts, "response_ids": responses, VERSION_SPANS: one_version(0, lengths)}

@@ -162,30 +162,27 @@ class _Command:
             return self._process.returncode
 
     def _read(self) -> None:
+        output, heard, received, limit_s = self._output.fileno(), time.monotonic(), b"", self._answer_s
         try:
-            for message in self._received():
-                if 0 <= message.rank < len(self._messages):
-                    self._messages[message.rank].put(message)
+            while time.monotonic() - heard < limit_s:
+                if not has_input(output):
+                    self.send(b"\n")
+                    continue
+                more = os.read(output, 1 << 16)
+                if not more:
+                    return
+                *lines, received = (received + more).split(b"\n")
+                received, heard, limit_s = received[-MAX_LINE_BYTES:], time.monotonic(), SILENCE_S
+                for line in lines:
+                    with contextlib.suppress(msgspec.MsgspecError):  # a beat, or a greeting of the shell there
+                        message = msgspec.json.decode(line, type=AgentMessage)
+                        if 0 <= message.rank < len(self._messages):
+                            self._messages[message.rank].put(message)
         finally:
             self._output.close()
             self._over = True
             for messages in self._messages:
                 messages.put(None)
-
-    def _received(self) -> Iterator[AgentMessage]:
-        output, heard, received, limit_s = self._output.fileno(), time.monotonic(), b"", self._answer_s
-        while time.monotonic() - heard < limit_s:
-            if not has_input(output):
-                self.send(b"\n")
-                continue
-            more = os.read(output, 1 << 16)
-            if not more:
-                return
-            *lines, received = (received + more).split(b"\n")
-            received, heard, limit_s = received[-MAX_LINE_BYTES:], time.monotonic(), SILENCE_S
-            for line in lines:
-                with contextlib.suppress(msgspec.MsgspecError):  # a beat, or a greeting of the shell there
-                    yield msgspec.json.decode(line, type=AgentMessage)
 
 
 class _CommandHandle(WorkerHandle):

@@ -52,8 +52,6 @@ class Endpoint(NamedTuple):
 
 @dataclass
 class _Replicas:
-    """The workers of one role, the oldest first."""
-
     role: Role
     settings: WorkerSettings
     launcher: Launcher
@@ -229,7 +227,6 @@ class WorkerPool:
         replicas.workers.append(Worker(replicas.launcher, spec, role.task, self))
 
     def _key(self, address: str, insecure: bool) -> Mapping[str, str] | None:
-        """Return the key for a new worker at an address: as it is now, and never this process's own."""
         if insecure or not address.startswith("tcp:"):
             return None
         key: Mapping[str, str] | None = msgspec.to_builtins(self._connection.run_key())
