@@ -46,9 +46,9 @@ class Stream(Generic[L]):
         last, self.current = self.current, None
         try:
             self.current = await lease(last)
-        except AsyncFlowError as error:
+        except Exception as error:
             if last is not None and not isinstance(error, WireError):
-                await last._close(error)  # its completion was rejected: this client still holds the rows
+                await last._close(error)  # its completion was rejected, or a check failed: this client holds its rows
             raise
         self._connection.report_wait(began)
         return self.current

@@ -23,10 +23,9 @@ import contextlib
 import errno
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import xxhash
@@ -36,8 +35,8 @@ from ..errors import ConfigError, MemoryFull
 from ..ledger import commands as cmd
 from ..memory import make_private_directory, sync_directory
 from ..queue import QueueClient
-from ..types import events as ev
 from ..types.validation import check_least
+from .loops.event_sinks import WorkerLog
 from .model_folder import steps_in
 from .processes.ranks import RankCommunicator
 
@@ -95,7 +94,7 @@ class Checkpoints:
     ) -> None:
         check_least(1, keep=keep)
         self._queue, self.directory, self._keep, self._reshards = queue, directory, keep, reshards
-        self._ranks = ranks or RankCommunicator()
+        self._ranks, self._log = ranks or RankCommunicator(), WorkerLog(queue.connection)
 
     def resume(self) -> ResumePoint:
         """Continue from the newest intact checkpoint; from the start without any. Raises ConfigError if rows that
@@ -116,14 +115,14 @@ class Checkpoints:
             try:
                 manifest = check(self._path(step))
             except Damaged as error:
-                self._say(f"{self._path(step)} cannot be gone on from: {error}", "error")
+                self._log.note(f"{self._path(step)} cannot be gone on from: {error}", "error")
                 continue
             if refused := self._refused(manifest):
                 raise ConfigError(f"{self._path(step)} {refused}: resume with train.world_size={manifest.world_size}")
             try:
-                reply = self._send(cmd.Resume(step=step, version=manifest.version))
+                reply = self._queue.send(cmd.Resume(step=step, version=manifest.version))
             except ConfigError as error:
-                self._say(f"{self._path(step)} cannot be gone on from: {error}", "error")
+                self._log.note(f"{self._path(step)} cannot be gone on from: {error}", "error")
                 continue
             return self._went_on(self._path(step) / "engine", reply)
         if cut.covered:
@@ -132,7 +131,7 @@ class Checkpoints:
                 f" later one; the rows of the steps before {cut.covered} have ended, so that training cannot begin"
                 " anew either"
             )
-        return self._went_on(None, self._send(cmd.Resume(step=0)))
+        return self._went_on(None, self._queue.send(cmd.Resume(step=0)))
 
     def save(self, save: Callable[[Path], None], *, last: bool = False) -> Path:
         """Save the engine's state after the last acknowledged step by ``save``. ``last``: no step follows, so none
@@ -174,7 +173,7 @@ class Checkpoints:
         """Register a checkpoint, and release older ones."""
         steps = [step for step in steps_in(self.directory) if step <= cut.step][-self._keep :]
         covers = cut.step if last else steps[0] if len(steps) == self._keep else cut.covered
-        self._send(cmd.AddCheckpoint(step=cut.step, covers=max(covers, cut.covered), version=cut.version))
+        self._queue.send(cmd.AddCheckpoint(step=cut.step, covers=max(covers, cut.covered), version=cut.version))
         for old in [self._path(step) for step in steps_in(self.directory) if step < steps[0]]:
             shutil.rmtree(old, ignore_errors=True)
         for lost in self.directory.glob("lost-step-*"):
@@ -188,27 +187,21 @@ class Checkpoints:
                 self._path(step).rename(aside)
         if path is not None or reply.again:
             where = f"from {path}" if path is not None else "anew, since there is no checkpoint"
-            self._say(f"training goes on with step {reply.step} {where}; {reply.again} rows are trained again")
+            text = f"training goes on with step {reply.step} {where}; {reply.again} rows are trained again"
+            self._log.note(text, "info")
         first = reply.version < 0 and reply.step == 0
         return ResumePoint(path, reply.step, 0 if first else reply.version if reply.publish else None)
 
     def _cut(self) -> cmd.TrainingPosition:
-        cut: cmd.TrainingPosition = self._send(cmd.GetTrainingPosition())
+        cut: cmd.TrainingPosition = self._queue.send(cmd.GetTrainingPosition())
         if not cut.checkpoints:
             raise ConfigError(
                 "this run keeps no rows that a trainer could go on with; serve it with checkpoints=True"
             )
         return cut
 
-    def _send(self, command: cmd.GetTrainingPosition | cmd.Resume | cmd.AddCheckpoint) -> Any:
-        return self._queue.send(command)
-
     def _path(self, step: int) -> Path:
         return self.directory / f"step-{step:06d}"
-
-    def _say(self, text: str, level: str = "info") -> None:
-        connection = self._queue.connection
-        connection.report(ev.Note(time_s=time.monotonic(), worker=connection.name, text=text, level=level))
 
     def _write(self, path: Path, save: Callable[[Path], None], cut: cmd.TrainingPosition) -> None:
         """Write a checkpoint atomically, also if the host dies. Each of several ranks writes its part in the same

@@ -15,7 +15,6 @@ import importlib
 import itertools
 import json
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,10 +28,10 @@ from ..ledger import commands as cmd
 from ..plugins import import_path
 from ..queue import QueueClient
 from ..types import Batch, Column, ColumnSpec, Ragged, carrier, check_column_name, pack
-from ..types import events as ev
 from ..types.batch import concat
 from ..types.columns import JsonValues, find_invalid_entry, is_nested
 from ..types.defaults import FEED_S
+from .loops.event_sinks import WorkerLog
 
 _PROMPTS = (
     "prompts are texts, chats, records, columns by name, a table, a stream of records, a function that returns one of"
@@ -594,7 +593,7 @@ class Feeder:
         self._ends, self._begin = ends, begin
         self._queue, self._group_size, self._chunk = queue, group_size, chunk
         self._prompts = (
-            StreamedPrompts(data, epochs, self._warn)
+            StreamedPrompts(data, epochs, lambda text: WorkerLog(queue.connection).note(text))
             if isinstance(data, PromptStream)
             else ShuffledPrompts(data, seed, epochs)
         )
@@ -615,10 +614,6 @@ class Feeder:
     def left_out(self) -> int:
         """The number of unusable prompts so far, with those of feeders before it."""
         return self._prompts.left_out
-
-    def _warn(self, text: str) -> None:
-        connection = self._queue.connection
-        connection.report(ev.Note(time_s=time.monotonic(), worker=connection.name, text=text, level="warning"))
 
     def _resume(self) -> bool:
         """Continue after the last put under this key, by the feeder of a process that died. Return False without

@@ -198,10 +198,8 @@ def connect(
     without durability whose server ended."""
     until = time.monotonic() + timeout_s
     where, known = find_run(address, key, insecure, timeout_s)
-    connection = Connection(
-        where, name, key=known, insecure=insecure, shared_memory=shared_memory,
-        timeout_s=max(until - time.monotonic(), 0.0),
-    )  # fmt: skip
+    left_s = max(until - time.monotonic(), 0.0)
+    connection = Connection(where, name, key=known, insecure=insecure, shared_memory=shared_memory, timeout_s=left_s)
     return Run(connection, logs=Path(logs) if logs is not None else None)
 
 

@@ -41,7 +41,7 @@ from .model_folder import write_model_folder
 from .rewards import Rewards
 from .run import Run
 from .serialization import Serializable
-from .specs import TRAINED, Rollout, Stage
+from .specs import TRAINED, Rollout, Stage, trained_rollout
 
 EVALUATIONS = "evaluations.jsonl"
 EVALUATION = "evaluation"
@@ -117,7 +117,7 @@ class Evaluation(Serializable):
         if self.rollout is None:
             both = (*TRAINED, EVALUATION)
             return tuple(each.changed(partitions=both) if each.admits else each for each in trained)
-        first = next(each for each in trained if each.admits)
+        first = trained_rollout(trained)
         own = {"task": EVALUATION, "partitions": (EVALUATION,), "prompt": first.prompt, "group_size": self.samples}
         masked = any(each.masks and {EVALUATION, "*"}.intersection(each.partitions) for each in stages)
         sampling = dataclasses.replace(self.sampling_of(first), sampling_mask=masked)
@@ -157,8 +157,8 @@ class Evaluator:
 
     @property
     def best(self) -> ev.Evaluated | None:
-        """The evaluation with the best score; of several the first."""
-        return max(self.results, key=lambda each: each.score, default=None)
+        """The best evaluation."""
+        return best_of(self.results)
 
     def start(self) -> None:
         """Put the first prompts, before their version exists, and start its thread."""
@@ -289,6 +289,11 @@ class Evaluator:
 
     def _note(self, text: str, level: str = "info") -> None:
         self._run.report(ev.Note(time_s=time.monotonic(), text=text, level=level))
+
+
+def best_of(evaluations: Sequence[ev.Evaluated]) -> ev.Evaluated | None:
+    """Return the evaluation with the best score; of several the first, of none None."""
+    return max(evaluations, key=lambda each: each.score, default=None)
 
 
 def read_evaluations(directory: Path) -> list[ev.Evaluated]:

@@ -180,20 +180,14 @@ def weight_files(folder: Path) -> list[Path]:
     single, index = (folder / name for name in WEIGHTS)
     if not index.is_file():
         return [single] if single.is_file() else []
-    files = indexed_files(index)
+    files = set(json.loads(index.read_bytes())["weight_map"].values())
+    if outside := [each for each in files if Path(each).name != each]:
+        raise ValueError(f"it names {outside[0]!r}, which is no file of its folder")
     if single.is_file() and files != {single.name}:
         raise ValueError(
             f"it lists {min(files)!r}, and engines may read model.safetensors instead: remove one of both"
         )
     return [folder / each for each in sorted(files)]
-
-
-def indexed_files(index: Path) -> set[str]:
-    """Return the files named in a folder's index of weights. Raises ValueError for one outside the folder."""
-    files = set(json.loads(index.read_bytes())["weight_map"].values())
-    if outside := [each for each in files if Path(each).name != each]:
-        raise ValueError(f"it names {outside[0]!r}, which is no file of its folder")
-    return files
 
 
 def own_model(folder: str | Path) -> tuple[str, bool]:

@@ -136,9 +136,16 @@ class HttpReward(Serializable):
     answer or status, and after the deadline."""
 
     def __init__(
-        self, url: str, *, needs: Sequence[str] = ("response",), name: str = "http", timeout_s: float = 60.0,
-        deadline_s: float = 600.0, token_env: str = "", proxy: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        url: str,
+        *,
+        needs: Sequence[str] = ("response",),
+        name: str = "http",
+        timeout_s: float = 60.0,
+        deadline_s: float = 600.0,
+        token_env: str = "",
+        proxy: str | None = None,
+    ) -> None:
         check_above(0, timeout_s=timeout_s, deadline_s=deadline_s)
         check_least(1, needs=len(needs))
         for each in (url,) if proxy is None else (url, proxy):

@@ -41,7 +41,7 @@ from ..weights import Restoration, TransportPublisher, TransportSubscriber, get_
 from ..weights.publisher import version_number
 from .checkpoint import Checkpoints, ResumePoint
 from .data import Feeder, Prompts, Selection, prompt_source
-from .loops.event_sinks import EventSink
+from .loops.event_sinks import EventSink, WorkerLog
 from .loops.waits import LOOK_S, FailureLimit, StallTimer, is_complete, waits_text
 from .processes.ranks import RankId
 from .processes.worker_pool import Endpoint, Worker, WorkerPool
@@ -78,10 +78,15 @@ class Run(WeightSync):
     """A connection to a run: its queue, its weights, and the workers started from here. Thread-safe."""
 
     def __init__(
-        self, connection: Connection, server: QueueServer | None = None, directory: Path | None = None,
-        on_failure: OnFailure = "stop", logs: Path | None = None, trackers: EventSink | None = None,
+        self,
+        connection: Connection,
+        server: QueueServer | None = None,
+        directory: Path | None = None,
+        on_failure: OnFailure = "stop",
+        logs: Path | None = None,
+        trackers: EventSink | None = None,
         far: Endpoint | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.queue: QueueClient = open_queue(connection)
         self.directory = directory
         self._connection = connection
@@ -91,12 +96,9 @@ class Run(WeightSync):
         self._updates: list[TransportSubscriber] = []
         self._consumers: weakref.WeakSet[Consumer | StepConsumer] = weakref.WeakSet()
         self.failure: BaseException | None = None
-        mark = (
-            "" if server is not None else f"{connection.session}."
-        )  # other processes start workers of the same roles
-        if logs is None and directory is not None:
-            logs = directory / "logs"
-        self._pool = WorkerPool(self.queue, self._near(), far or self._near(), mark, logs, self.fail, on_failure)
+        mark = "" if server is not None else f"{connection.session}."  # others start workers of the same roles
+        folder, near = directory / "logs" if logs is None and directory is not None else logs, self._near()
+        self._pool = WorkerPool(self.queue, near, far or near, mark, folder, self.fail, on_failure)
         self._changes = self._pool.changed
 
     @property
@@ -419,8 +421,7 @@ class Run(WeightSync):
             with contextlib.suppress(AsyncFlowError):
                 waits = waits_text(self.queue.status())
                 text = f"{', '.join(late)} did not end within {timeout_s:g} s and will be stopped; {waits}"
-                note = ev.Note(time_s=time.monotonic(), worker=self._connection.name, text=text, level="warning")
-                self._connection.report(note)
+                WorkerLog(self._connection).note(text)
                 self.queue.flush()
         self.stop_workers()
 

@@ -216,9 +216,16 @@ def declare_task(queue: QueueClient, task: TaskSpec) -> None:
 
 
 def rollout_task(
-    task: str, prompt: str, prefix: str, text: bool, agent: Agent | None = None, lease_s: float = PRODUCER_LEASE_S,
-    partitions: tuple[str, ...] = TRAINED, chat: Chat | None = None, columns: tuple[str, ...] = (),
-) -> TaskSpec:  # fmt: skip
+    task: str,
+    prompt: str,
+    prefix: str,
+    text: bool,
+    agent: Agent | None = None,
+    lease_s: float = PRODUCER_LEASE_S,
+    partitions: tuple[str, ...] = TRAINED,
+    chat: Chat | None = None,
+    columns: tuple[str, ...] = (),
+) -> TaskSpec:
     """Return the task of a rollout with the columns it needs and gives. ``text``: responses are decoded. ``columns``:
     further ones of the engine."""
     tools = (chat.tools,) if chat is not None and isinstance(chat.tools, str) else ()
@@ -236,9 +243,19 @@ def rollout_task(
     gives += columns
     admits = is_trained(prefix, partitions)
     return TaskSpec(
-        name=task, needs=tuple(dict.fromkeys(needs)), gives=tuple(prefix + name for name in gives), admits=admits, lease_s=lease_s,
-        partitions=partitions, sampler=None if admits else WHOLE_GROUPS,
-    )  # fmt: skip
+        name=task,
+        needs=tuple(dict.fromkeys(needs)),
+        gives=tuple(prefix + name for name in gives),
+        admits=admits,
+        lease_s=lease_s,
+        partitions=partitions,
+        sampler=None if admits else WHOLE_GROUPS,
+    )
+
+
+def trained_rollout(rollouts: Sequence[Rollout]) -> Rollout:
+    """Return the first rollout with trained columns; of none the first."""
+    return next((each for each in rollouts if each.admits), rollouts[0])
 
 
 def is_trained(prefix: str, partitions: Sequence[str]) -> bool:
@@ -417,18 +434,30 @@ class Stage(Serializable):
         """Work in this thread until the stream ends; the task is declared. ``ranks``: work as one of them. ``limit``:
         an argument of ``run``. Raises EngineError for a failed engine."""
         run_stage(
-            queue, self.work, task=self.task, needs=self.needs, gives=self.gives, batch=self.batch,
-            concurrency=self.concurrency, groups=self.whole_groups, ranks=ranks, limit=limit,
-        )  # fmt: skip
+            queue,
+            self.work,
+            task=self.task,
+            needs=self.needs,
+            gives=self.gives,
+            batch=self.batch,
+            concurrency=self.concurrency,
+            groups=self.whole_groups,
+            ranks=ranks,
+            limit=limit,
+        )
 
     def declare(self) -> TaskSpec:
         """Return its task. Ranks get about as many response tokens as the others."""
         ranked = isinstance(self.work, Logprobs)
         shares = SamplerSpec("token_balanced", {"column": self.needs[1]}) if ranked else None
         return TaskSpec(
-            name=self.task, needs=self.needs, gives=self.gives, lease_s=self.lease_s, partitions=self.partitions,
+            name=self.task,
+            needs=self.needs,
+            gives=self.gives,
+            lease_s=self.lease_s,
+            partitions=self.partitions,
             sampler=WHOLE_GROUPS if self.whole_groups else shares,
-        )  # fmt: skip
+        )
 
 
 @placed(max_restarts=0)

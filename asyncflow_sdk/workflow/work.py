@@ -34,9 +34,13 @@ class EngineSpec(Serializable):
     ``model`` until ``find_model``."""
 
     def _take_engine(
-        self, engine: str | type, options: dict[str, Any], model: str | Path, revision: str | None,
+        self,
+        engine: str | type,
+        options: dict[str, Any],
+        model: str | Path,
+        revision: str | None,
         tokenizer: str | Path | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         tokenizer_file(tokenizer, "")
         self.engine, self._tokenizer = engine_name(engine), tokenizer
         self.options = plain_options(self.engine, options)
@@ -86,9 +90,14 @@ class Logprobs(EngineSpec):
     needs = ("prompt_ids", "response_ids")
 
     def __init__(
-        self, engine: str | type, *, model: str | Path = "", model_revision: str | None = None, world_size: int = 1,
+        self,
+        engine: str | type,
+        *,
+        model: str | Path = "",
+        model_revision: str | None = None,
+        world_size: int = 1,
         **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         check_least(1, world_size=world_size)
         self._take_engine(engine, options, model, model_revision)
         self.world_size = world_size
@@ -105,9 +114,16 @@ class Generate(EngineSpec):
     kind: Literal["rollout"] = "rollout"
 
     def __init__(
-        self, engine: str | type, *, model: str | Path = "", model_revision: str | None = None,
-        sampling: Sampling | None = None, tokenizer: str | Path | None = None, chat: Chat | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        engine: str | type,
+        *,
+        model: str | Path = "",
+        model_revision: str | None = None,
+        sampling: Sampling | None = None,
+        tokenizer: str | Path | None = None,
+        chat: Chat | None = None,
+        **options: Any,
+    ) -> None:
         self._take_engine(engine, options, model, model_revision, tokenizer)
         if chat is not None and isinstance(chat.tools, str):
             raise ConfigError("Generate needs one column, the prompts: give the schemas of tools, tools=[...]")

@@ -35,7 +35,7 @@ from ..types import events as ev
 from ..types.spans import FINISH_REASON
 from .data import Feeder, PromptStream, Selection, prompt_source, select_like
 from .endpoints import serve
-from .evaluation import EVALUATION, SCORES, Evaluator, TrainerState, read_evaluations
+from .evaluation import EVALUATION, SCORES, Evaluator, TrainerState, best_of, read_evaluations
 from .loops.engine_gateway import derived_seed
 from .loops.event_sinks import EventSink, Listener, ProgressLine
 from .loops.record_files import EVENTS
@@ -51,7 +51,7 @@ from .rewards import Rewards
 from .run import Run
 from .run_directory import Leg, RunDirectory
 from .serialization import Serializable, keywords_of
-from .specs import TRAINED, Rollout, Stage, Train, declare_task
+from .specs import TRAINED, Rollout, Stage, Train, declare_task, trained_rollout
 from .work import Generate
 
 _OnEvent: TypeAlias = Callable[[Event], None]
@@ -101,7 +101,7 @@ class Result:
     @property
     def best(self) -> ev.Evaluated | None:
         """The evaluation with the best score, whose weights are in the folder ``best``; None without one."""
-        return max(self.evaluations, key=lambda each: each.score, default=None)
+        return best_of(self.evaluations)
 
 
 class Workflow(Serializable):
@@ -144,7 +144,7 @@ class Workflow(Serializable):
         if not rollouts:
             raise ConfigError("a workflow needs a rollout; this one has none")
         staleness, evaluate, seed = options.staleness or Staleness(), options.evaluate, options.seed
-        first = _trained(rollouts)
+        first = trained_rollout(rollouts)
         scoring = _scoring(options.reward)
         evaluating = [] if evaluate is None else [evaluate.stage, *filter(None, [evaluate.rollout])]
         find_models(
@@ -155,7 +155,7 @@ class Workflow(Serializable):
         if seed is not None and seed >= 0:
             rollouts = tuple(_seeded(each, seed) for each in rollouts)
             scoring, stages = (tuple(_seeded(each, seed) for each in given) for given in (scoring, stages))
-            first = _trained(rollouts)
+            first = trained_rollout(rollouts)
         if evaluate is not None:
             rollouts = evaluate.rollouts(rollouts, stages)
         train = options.train.needing(
@@ -291,11 +291,6 @@ class Workflow(Serializable):
             shown = on_event is None if progress is None else progress
             line = ProgressLine(self.plan.options.steps) if shown else None
             return _Execution(self.plan, directory, recorder, line, on_event, legs).run(again, changes is not None)
-
-
-def _trained(rollouts: Sequence[Rollout]) -> Rollout:
-    """Return the first rollout with trained columns; of none the first."""
-    return next((each for each in rollouts if each.admits), rollouts[0])
 
 
 def _scoring(reward: Callable[..., Any] | Stage | Sequence[Any] | None) -> tuple[Stage, ...]:
@@ -500,9 +495,8 @@ class _Execution:
 
     def _evaluated(self) -> dict[str, Any]:
         evaluations = read_evaluations(self._directory.path)
-        if not evaluations:
+        if (best := best_of(evaluations)) is None:
             return {}
-        best = max(evaluations, key=lambda each: each.score)
         scores = {str(each.version): each.score for each in evaluations}
         return {"evaluations": scores, "best_version": best.version, "best_score": best.score}
 

@@ -58,9 +58,9 @@ def find_models(**parts: Iterable[Any]) -> None:
 def check_plan(plan: Plan) -> None:
     """Make the plan's choices and raise its problems, all at once: a single one unchanged, several as one
     ConfigError."""
-    with contextlib.closing(plan.problems) as problems:
-        _find(plan, problems)
-    problems.raise_all()
+    with contextlib.closing(plan.problems.launchers):
+        _find(plan, plan.problems)
+    plan.problems.raise_all()
 
 
 def _find(plan: Plan, problems: Problems) -> None:
@@ -206,7 +206,7 @@ def _check_place(where: str, place: Placement, problems: Problems, *key: str | i
     if not checks_placements():
         return
     try:
-        check_ranks(problems.launcher(place), place, world_size)
+        check_ranks(problems.launchers.of(place), place, world_size)
     except (ConfigError, PluginError) as error:
         about = [
             name

@@ -147,9 +147,12 @@ def rule_of(staleness: Staleness) -> dict[str, Any]:
     spec, own = find_policy(staleness.policy)
     made = make_policy(spec, own)
     return {
-        "max_staleness": staleness.max_staleness, "policy": spec.name, "options": spec.options,
-        "promise": made.promise, "bounded": made.bounded,
-    }  # fmt: skip
+        "max_staleness": staleness.max_staleness,
+        "policy": spec.name,
+        "options": spec.options,
+        "promise": made.promise,
+        "bounded": made.bounded,
+    }
 
 
 def rows_needed(staleness: Staleness, batch_rows: int) -> int:

@@ -28,7 +28,7 @@ from ..evaluation import EVALUATION, SCORES, Evaluation
 from ..loops.tokenizer import named_end_tokens
 from ..loops.trackers import Tracked
 from ..processes.launchers import reaches_hosts
-from ..specs import TRAINED, Rollout, Stage, Train, takes_trained
+from ..specs import TRAINED, Rollout, Stage, Train, takes_trained, trained_rollout
 from .choices import Choice, choose_encoding, choose_swap, choose_transport
 from .dataflow import PROMPTS, Dataflow, Edge, Node
 from .problems import Key, Problems
@@ -138,7 +138,7 @@ class Plan:
     @property
     def rollout(self) -> Rollout:
         """The first rollout with trained columns."""
-        return next((each for each in self.rollouts if each.admits), self.rollouts[0])
+        return trained_rollout(self.rollouts)
 
     @property
     def stage_keys(self) -> list[Key]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
 from ...errors import AsyncFlowError, ConfigError, PluginError
-from ...interfaces import Launcher, Placement
 from ..processes.launchers import Launchers
 
 Key = tuple[str | int, ...]
@@ -20,24 +20,23 @@ _role: ContextVar[str | None] = ContextVar("role", default=None)
 
 
 @contextlib.contextmanager
-def error_sink(sink: ErrorSink) -> Iterator[None]:
-    """Pass every problem of workflows made in this block to ``sink``, before it is raised."""
-    before = _sink.set(sink)
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    before = variable.set(value)
     try:
         yield
     finally:
-        _sink.reset(before)
+        variable.reset(before)
 
 
-@contextlib.contextmanager
-def for_role(task: str) -> Iterator[None]:
+def error_sink(sink: ErrorSink) -> AbstractContextManager[None]:
+    """Pass every problem of workflows made in this block to ``sink``, before it is raised."""
+    return _set(_sink, sink)
+
+
+def for_role(task: str) -> AbstractContextManager[None]:
     """Check workflows made in this block only for the role ``task``: the others are on other hosts. Placements are
     checked when the role starts."""
-    before = _role.set(task)
-    try:
-        yield
-    finally:
-        _role.reset(before)
+    return _set(_role, task)
 
 
 def checks_placements() -> bool:
@@ -51,11 +50,12 @@ def is_checked_here(task: str) -> bool:
 
 
 class Problems:
-    """Errors in the order they were found, each text once."""
+    """Errors in the order they were found, each text once. ``launchers``: those of the checks, each made once for all
+    of them; the run makes its own."""
 
     def __init__(self) -> None:
         self.found: list[tuple[Key, AsyncFlowError]] = []
-        self._launchers = Launchers()
+        self.launchers = Launchers()
 
     def add(self, text: str, *key: str | int) -> None:
         """Add a ConfigError of the value at ``key``."""
@@ -73,14 +73,6 @@ class Problems:
         """Call a function, and add a ConfigError or PluginError of it."""
         with self.collect(*key):
             function(*arguments, **named)
-
-    def launcher(self, place: Placement) -> Launcher:
-        """Return the launcher of a placement, made once for all checks. Raises PluginError, ConfigError."""
-        return self._launchers.of(place)
-
-    def close(self) -> None:
-        """Close the launchers of the checks; the run makes its own."""
-        self._launchers.close()
 
     def raise_all(self) -> None:
         """Raise a single error unchanged, several as one ConfigError with a list."""
