@@ -41,7 +41,7 @@ MAX_SIZE = {  # lines, files
     "asyncflow_sdk/types": (2_092, 15),
     "asyncflow_sdk/weights": (4_441, 19),
     "asyncflow_sdk/wire": (3_208, 14),
-    "asyncflow_sdk/workflow": (12_915, 48),
+    "asyncflow_sdk/workflow": (12_914, 48),
     "adapters/asyncflow_deepspeed": (817, 8),
     "adapters/asyncflow_fsdp": (405, 6),
     "adapters/asyncflow_http": (523, 6),

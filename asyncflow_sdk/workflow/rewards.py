@@ -204,10 +204,8 @@ class HttpReward(Serializable):
             raise TimeoutError(f"the answer was not complete in {timeout_s:.3g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise ConnectionError(error_text(error)) from None
-        status, text = (
-            response.status,
-            f"{response.status} {response.reason}: {answer[:200].decode(errors='replace')}",
-        )
+        status, said = response.status, answer[:200].decode(errors="replace")
+        text = f"{status} {response.reason}: {said}"
         if status in (408, 425, 429) or status >= 500:
             raise ConnectionError(text)
         if 300 <= status < 400:
@@ -215,9 +213,7 @@ class HttpReward(Serializable):
             raise ConfigError(f"{self.url} redirects to {to}, which is not followed: name that place as the URL")
         if status >= 400:
             raise ConfigError(f"{self.url} refused the rewards: {text}")
-        if (
-            not {"Content-Length", "Transfer-Encoding"} & response.headers.keys()
-        ):  # its end may be a broken connection
+        if not {"Content-Length", "Transfer-Encoding"} & response.headers.keys():  # it may have been cut off
             try:
                 msgspec.json.decode(answer)
             except msgspec.DecodeError:
@@ -236,8 +232,5 @@ class HttpReward(Serializable):
             places = await asyncio.wait_for(asyncio.get_running_loop().getaddrinfo(host, None), timeout_s)
         except OSError:  # only the proxy knows it
             return found
-        return (
-            found
-            if any(ipaddress.ip_address(str(each[4][0]).partition("%")[0]).is_global for each in places)
-            else None
-        )
+        addresses = [ipaddress.ip_address(str(each[4][0]).partition("%")[0]) for each in places]
+        return found if any(each.is_global for each in addresses) else None

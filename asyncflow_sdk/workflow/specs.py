@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import msgspec
+
 from ..algorithms import algorithm_spec, make_algorithm
 from ..errors import ConfigError, PluginError, SchemaError
 from ..interfaces import SAMPLING_MASK, TRAIN_COLUMNS, Algorithm, Placement
@@ -191,17 +193,10 @@ class Rollout(EngineSpec):
     @property
     def task_spec(self) -> TaskSpec:
         """Its task, also of prompts without an encoding."""
-        return rollout_task(
-            self.task,
-            self.prompt,
-            self.prefix,
-            bool(self.tokenizer),
-            self.agent,
-            self.lease_s,
-            self.partitions,
-            self.chat,
-            self.columns,
-        )
+        text, admits = bool(self.tokenizer), self.admits
+        spec = rollout_task(self.task, self.prompt, self.prefix, text, self.agent, self.chat, self.columns)
+        own = {"lease_s": self.lease_s, "partitions": self.partitions, "admits": admits}
+        return msgspec.structs.replace(spec, **own, sampler=None if admits else WHOLE_GROUPS)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -221,15 +216,13 @@ def rollout_task(
     prefix: str,
     text: bool,
     agent: Agent | None = None,
-    lease_s: float = PRODUCER_LEASE_S,
-    partitions: tuple[str, ...] = TRAINED,
     chat: Chat | None = None,
     columns: tuple[str, ...] = (),
 ) -> TaskSpec:
-    """Return the task of a rollout with the columns it needs and gives. ``text``: responses are decoded. ``columns``:
-    further ones of the engine."""
+    """Return the task of a rollout of trained rows with the columns it needs and gives. ``text``: responses are
+    decoded. ``columns``: further ones of the engine."""
     tools = (chat.tools,) if chat is not None and isinstance(chat.tools, str) else ()
-    needs = (prompt, *tools, *((agent.needs or ()) if agent is not None else ()))
+    needs = tuple(dict.fromkeys((prompt, *tools, *((agent.needs or ()) if agent is not None else ()))))
     gives = (
         *(() if prompt == "prompt_ids" else ("prompt_ids",)),
         *RESPONSE_COLUMNS,
@@ -237,20 +230,11 @@ def rollout_task(
         *((LOSS_MASK, *agent.gives) if agent is not None else ()),
     )
     if doubled := {*columns}.intersection(gives):
-        raise ConfigError(
-            f"the engine gives columns {sorted(doubled)}, and so does the run or the agent: rename them"
-        )
-    gives += columns
-    admits = is_trained(prefix, partitions)
-    return TaskSpec(
-        name=task,
-        needs=tuple(dict.fromkeys(needs)),
-        gives=tuple(prefix + name for name in gives),
-        admits=admits,
-        lease_s=lease_s,
-        partitions=partitions,
-        sampler=None if admits else WHOLE_GROUPS,
-    )
+        odd = f"columns {sorted(doubled)}"
+        raise ConfigError(f"the engine gives {odd}, and so does the run or the agent: rename them")
+    named = tuple(prefix + name for name in (*gives, *columns))
+    sampler = WHOLE_GROUPS if prefix else None
+    return TaskSpec(name=task, needs=needs, gives=named, admits=not prefix, lease_s=PRODUCER_LEASE_S, sampler=sampler)
 
 
 def trained_rollout(rollouts: Sequence[Rollout]) -> Rollout:

@@ -128,7 +128,9 @@ def _check_stage(stage: Stage, problems: Problems, *key: str | int) -> None:
 def _check_address(plan: Plan, problems: Problems) -> None:
     options = plan.options
     if options.address is not None:
-        problems.check(("address",), _check_tcp, options.address)
+        with problems.collect("address"):
+            if transport_of(options.address) != "tcp":
+                raise ConfigError(f"address={options.address!r} is for other hosts: tcp://HOST:PORT is expected")
         return
     if options.advertise is not None:
         problems.add("advertise= is of an address, which other hosts can reach: say address=, too", "advertise")
@@ -140,11 +142,6 @@ def _check_address(plan: Plan, problems: Problems) -> None:
         if not each.replicas:
             text = f"{each.task!r}: replicas must be 1 or more; 0 waits for others to join at address="
             problems.add(text, "rollout")
-
-
-def _check_tcp(address: str) -> None:
-    if transport_of(address) != "tcp":
-        raise ConfigError(f"address={address!r} is for other hosts: tcp://HOST:PORT is expected")
 
 
 def _check_store(plan: Plan) -> None:
@@ -347,10 +344,8 @@ def _check_weights(plan: Plan) -> None:
             f" {replicas}"
         )
     place = plan.train.place
-    here = (
-        not place.elsewhere and not place.env and is_checked_here("train")
-    )  # the trainer's process has the same environment
-    if here and plan.transport != AUTO:  # else the choice has reported why
+    same_environment = not place.elsewhere and not place.env and is_checked_here("train")
+    if same_environment and plan.transport != AUTO:  # else the choice has reported why
         _check_publisher(plan)
     temperature = plan.train.options.get("temperature", 1.0)
     if plan.weights.probe and temperature != 1.0:
