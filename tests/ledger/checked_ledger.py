@@ -113,9 +113,8 @@ class Request(NamedTuple):
 
 
 class CheckedLedger:
-    """A ledger with its clock. ``twin``: a second ledger gets every input as a replay of a journal would give it, without
-    commands that failed and without reports, and must do the same; now and then it is recovered from a snapshot.
-    ``options``: of the ledger."""
+    """A ledger with its clock, made with ``options``. ``twin``: a second ledger gets every input as from a journal, without
+    failed commands and reports, and must do the same; now and then it is recovered from a snapshot."""
 
     def __init__(self, *, twin: bool = True, **options: Any) -> None:
         self._new = partial(Ledger, **options)

@@ -68,14 +68,17 @@ class Queue(CheckedLedger):
         for command in publishing(version)[1:3]:
             self.do(self.admin, command)
 
+    def free_publisher(self) -> None:
+        for session in list(self.sessions):
+            self.send(session, cmd.ClosePublisher())
+
     def publish_due(self) -> bool:
         """Restore or publish what the next step needs, by the admin. Returns True if a version was published."""
         cut = self.send(self.admin, cmd.GetTrainingPosition())
         number = 0 if self.version < 0 else cut.version
         if self.version >= number:
             return False
-        for session in list(self.sessions):
-            self.send(session, cmd.ClosePublisher())
+        self.free_publisher()
         if cut.restore >= 0:
             assert self.send(self.admin, cmd.ReportRestored(version=cut.restore)) == cmd.Done()
         opened, _, published, closed = [self.send(self.admin, command) for command in publishing(number)]
@@ -104,10 +107,8 @@ class Queue(CheckedLedger):
 
 def publishing(version: int) -> list[Any]:
     """The commands of a session of one rank that publishes a version and lets others publish after it."""
-    return [
-        cmd.OpenPublisher(), cmd.Announce(version=version), cmd.Publish(version=version, part=part(version)),
-        cmd.ClosePublisher(),
-    ]  # fmt: skip
+    published = cmd.Publish(version=version, part=part(version))
+    return [cmd.OpenPublisher(), cmd.Announce(version=version), published, cmd.ClosePublisher()]
 
 
 def part(version: int, rank: int = 0, *, outlives: bool = True, nbytes: int = 0) -> cmd.VersionPart:
