@@ -17,7 +17,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -92,12 +91,7 @@ class LiveView:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         logging.getLogger("asyncflow").removeHandler(self._handler)
         with self._lock:
             self._add_progress(last=True)

@@ -12,7 +12,6 @@ import io
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import TypeVar
 
 from rich.cells import cell_len
@@ -93,7 +92,7 @@ def task_table(
     width: int,
     most: int,
     rates: Rates | None = None,
-    history: Mapping[str, Sequence[float]] = MappingProxyType({}),
+    history: Mapping[str, Sequence[float]] | None = None,
 ) -> list[RenderableType]:
     """The rows of each task by state and, with ``rates``, the rows per second in and out, also of the past if there is
     room."""
@@ -112,7 +111,7 @@ def task_table(
         if rates:
             flow = (rates.arrived.get(task, math.nan), rates.completed.get(task, math.nan))
             cells += [Text(rate(value), "" if value > 0 else "dim") for value in flow]
-        past = [*history.get(task, ())][-room:]
+        past = [*(history or {}).get(task, ())][-room:]
         if room >= 12 and len(past) > 1 and max(past):
             cells.append(Text(sparkline(past, 0.0, max(past)), "cyan"))
         made.add_row(printable(task), *cells)
