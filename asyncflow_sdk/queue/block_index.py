@@ -167,8 +167,7 @@ class BlockIndex:
 
     def _used(self) -> npt.NDArray[np.bool_]:
         """Return True for each slot with a block."""
-        used = np.ones(len(self._blocks), np.bool_)
-        used[self._free] = False
+        used: npt.NDArray[np.bool_] = self._blocks[:, 5] > 0
         return used
 
     def drop(self, segments: Collection[str]) -> list[tuple[Ids, Family]]:
@@ -245,6 +244,7 @@ class BlockIndex:
         if not len(slots):
             return []
         self._free.extend(slots.tolist())
+        self._blocks[slots, 5] = 0
         blocks = self._blocks[slots]
         self.live_bytes -= int(blocks[:, 4].sum())
         segments, which = _numbered(blocks[:, 0])
