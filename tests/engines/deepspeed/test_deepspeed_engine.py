@@ -133,7 +133,7 @@ def test_a_policy_and_its_critic_make_the_plain_engines_steps(policy: Any, stage
     for got, want in zip(have, wanted, strict=True):
         assert got == pytest.approx(want, rel=1e-4, abs=1e-5)
     assert distance(found, after) / distance(after, before) < 1e-3
-    plain.load(tmp_path / "have")
+    plain.used.load(tmp_path / "have")
     assert plain.step(batches[3]).metrics == pytest.approx(goes_on, rel=1e-4, abs=1e-5)
 
 
@@ -210,7 +210,7 @@ def test_another_number_of_ranks_another_stage_and_the_plain_engine_go_on(policy
     ):
         with started(made, size, policy, **given) as other:
             other.start()
-            other.load(tmp_path)
+            other.used.load(tmp_path)
             assert not unlike(other.tensors(), saved)
             assert [other.step(batch).metrics["learning_rate"] for batch in batches[2:]] == rates
             other.expect_same(wanted, other.tensors(), f"{size} ranks")
