@@ -382,7 +382,7 @@ class Puts:
         if command.block is not None and command.block.rows != command.groups:
             raise SchemaError(f"{command.groups} groups are put with {command.block.rows} values")
         if count > rows:
-            raise SchemaError(f"{count} rows in one put do not fit (capacity_rows={rows}); put fewer at a time")
+            raise SchemaError(f"{count} rows in one put are too many (capacity_rows={rows}); put fewer at a time")
         nbytes, room = max(count * limits.row_bytes, command.nbytes), limits.capacity_bytes
         if nbytes > room:
             text = f"{count} rows of {nbytes} bytes are more than the whole queue holds (capacity_bytes={room})"

@@ -46,7 +46,7 @@ class StepCheckpoints:
         steps, following = self._state.steps, self._state.steps.next_to_train()
         if not 0 <= command.covers <= command.step <= following:
             text = f"a checkpoint of step {command.step} cannot cover the steps before {command.covers}"
-            raise ConfigError(f"{text}: acknowledge step {following} before its checkpoint")
+            raise ConfigError(f"{text}: step {following} is not acknowledged yet; do that first")
         steps.save(command.step, command.version, command.covers)
         if command.covers > steps.covered:
             rows, ids = self._state.rows, steps.cover(command.covers)

@@ -219,7 +219,7 @@ class VersionPublication:
             from_step = f"step {last.first - last.offset}, whose version is {last.first}"
             return f". Training went on from {from_step}: number from there"
         text = f". Version {last.first} is what was rolled back to, with the bytes of {last.parent}. Load {current}"
-        return f"{text} into the trainer; its next version is {current + 1}, also for a step leased before that"
+        return f"{text} into the trainer; its next version is {current + 1}, also for a step leased earlier"
 
     def _rank(self, session: Session) -> int:
         if (rank := self._rank_of(session)) == NONE:

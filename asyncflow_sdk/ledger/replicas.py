@@ -66,7 +66,7 @@ class Replicas:
         self._context.publish(event)
 
     def commit(self, *, at_once: bool = False) -> None:
-        """Commit the current version if a quorum has it staged or loaded, or if ``at_once``; none without one."""
+        """Commit the current version if a quorum staged or loaded it, or if ``at_once``; without a quorum, none."""
         quorum, current = self._state.limits.quorum, self._versions.current
         if not quorum:
             self._versions.commit(NONE)

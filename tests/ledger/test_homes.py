@@ -131,7 +131,8 @@ def test_a_home_with_other_contents_loses_the_old_ones_at_once() -> None:
 def test_two_hosts_of_one_name_do_not_take_each_others_home() -> None:
     queue = Hosts(PLAIN)
     other = queue.join("unit of another host")
-    with pytest.raises(ConfigError, match=r"home 1 \(a\) has other contents, served by unit a \(session 2\)"):
+    served = r"home 1 \(a\) has other contents, served by unit a \(session 2\): rename this one; if it replaces"
+    with pytest.raises(ConfigError, match=served):
         queue.open_home("b", unit=other)
     assert queue.open_home("b", name="b", unit=other) == cmd.HomeOpened(home=2, epoch=1)
     with pytest.raises(ConfigError, match="a unit serves one home"):

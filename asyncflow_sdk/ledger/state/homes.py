@@ -144,8 +144,8 @@ class Homes:
         """Give up an epoch before one with other contents. Raises ConfigError if another unit serves the old ones."""
         unit = self._sessions.by_id.get(home.unit)
         if unit is not None and unit is not session:
-            text = f"{_named(home)} has other contents, served by {unit.name} (session {unit.id})"
-            raise ConfigError(f"{text}: give this home another name, or end that unit, or evict home {home.number}")
+            text = f"{_named(home)} has other contents, served by {unit.name} (session {unit.id}): rename this one"
+            raise ConfigError(f"{text}; if it replaces that one, end its unit or evict home {home.number}")
         if not home.lost:
             self._lose(home, "its contents are gone: it was opened with others")
 

@@ -349,7 +349,7 @@ class Tasks:
         return task
 
     def takers(self, partition: str) -> list[Task]:
-        """Return the tasks of a partition, the step task last: rows ended by the last step are ready for none."""
+        """Return the tasks of a partition, the step task last: rows that it ends must not become ready in others."""
         takers = self._takers.get(partition)
         if takers is None:
             takers = sorted((task for task in self if task.spec.takes(partition)), key=attrgetter("makes_steps"))
@@ -415,7 +415,7 @@ class ReadyQueue:
         return self._rows.having(self._task.state, READY, ids)
 
     def take(self, count: int, room: int | None = None) -> Ids:
-        """Remove and return up to ``count`` rows. ``room``: instead whole groups, at most this."""
+        """Remove and return up to ``count`` rows. ``room``: whole groups instead, at least one, up to this."""
         limit = count if room is None else min(count, room)
         parts: list[Ids] = []
         taken = 0
