@@ -39,7 +39,7 @@ from .stores.reader import from_image
 from .streams import AsyncStream, BatchStream, StepStream
 
 CHECK_S = 5.0
-"""Interval of checks during a wait for rows."""
+"""Interval of checks during a wait for rows, where no failure ends the wait."""
 LARGE_BYTES = 128 << 20
 """A put from this size on is compared with ``capacity_bytes`` before it is written."""
 LATE_S = 0.2
@@ -53,7 +53,7 @@ _OPTIONS = {"get": _STREAM | {"most"}, "stream": _STREAM, "steps": _STEPS}
 B = TypeVar("B", bound=BatchVerbs)
 S = TypeVar("S", bound=StepVerbs)
 R = TypeVar("R", bound=Batch)
-Check = Callable[[], None] | None
+Check = tuple[Callable[[], None], float] | None
 K = TypeVar("K", SamplerSpec, PolicySpec)
 
 
@@ -119,24 +119,25 @@ class QueueVerbs(Generic[B, S]):
         return part, lease
 
     async def _wait_checked(
-        self, request: cmd.LeaseRows, kind: type[R], check: Callable[[], None], last: BatchVerbs | None = None
+        self, request: cmd.LeaseRows, kind: type[R], check: Check, last: BatchVerbs | None = None
     ) -> tuple[R, cmd.Leased]:
-        """Send a lease request with the last message about batch ``last``, again every ``CHECK_S`` seconds of its wait.
-        ``check`` is called before each, and at the end of the stream."""
-        began, timeout_s = time.monotonic(), request.timeout_s
-        waits = max(1, math.ceil(timeout_s / CHECK_S))
-        request = msgspec.structs.replace(request, timeout_s=timeout_s / waits)
+        """Send a lease request with the last message about batch ``last``. ``check``: see ``QueueClient.stream``."""
+        assert check is not None
+        (run_check, interval_s), began, left_s = check, time.monotonic(), request.timeout_s
         while True:
-            check()
+            if interval_s < math.inf:
+                run_check()
+                request = msgspec.structs.replace(request, timeout_s=min(left_s, interval_s))
             answer = None if last is None else await last._send_last(request)
-            last, waits = None, waits - 1
+            last = None
             try:
-                return await self._lease_rows(request, answer, kind, began + timeout_s)
+                return await self._lease_rows(request, answer, kind, time.monotonic() + left_s)
             except errors.Ended:
-                check()
+                run_check()
                 raise
             except errors.DeadlineExceeded as error:
-                if not waits:
+                left_s -= request.timeout_s
+                if left_s <= 0:
                     why = str(error).partition(": ")[2]
                     raise errors.DeadlineExceeded(f"after {time.monotonic() - began:.1f} s: {why}") from None
 
@@ -281,9 +282,8 @@ class AsyncTransferQueue(QueueVerbs[AsyncLeasedBatch, AsyncStep]):
         if nbytes >= LARGE_BYTES:
             room = (await self._port.send(cmd.GetStatus())).capacity_bytes
             if nbytes > room:  # checked before it is written
-                raise errors.SchemaError(
-                    f"a put of {nbytes} bytes exceeds capacity_bytes={room}; put fewer rows at a time"
-                )
+                text = f"a put of {nbytes} bytes exceeds capacity_bytes={room}; put fewer rows at a time"
+                raise errors.SchemaError(text)
         command = cmd.AddRows(
             groups=count, group_size=group_size, columns={}, key=key, timeout_s=timeout_s, partition=partition,
             priority=priority, version=-1 if version is None else version,
@@ -375,8 +375,8 @@ class QueueClient(QueueVerbs[BlockingBatch, BlockingStep], TransferQueue):
     def stream(
         self, task: str, count: int = 1, *, ahead: bool = False, check: Check = None, **options: Any
     ) -> BatchStream:
-        """See ``TransferQueue.stream``. ``check``: called before each wait for a batch, every ``CHECK_S`` seconds of
-        it, and at the end of the stream; its exception is raised."""
+        """See ``TransferQueue.stream``. ``check``: a function and an interval. It is called at the end of the stream,
+        before each wait for a batch, and in it after so many seconds (inf: only at the end); its error is raised."""
         request, connection = self._request("stream", task, count, options), self.connection
         early = QueueClient(LoopPort(connection))
         return BatchStream(

@@ -459,10 +459,7 @@ def cast(name: str, value: Any, spec: ColumnSpec, *, native: bool) -> Column:
     column = pack(name, [value])
     if column.spec == spec:
         return column
-    if (column.spec.kind, column.spec.shape) == (spec.kind, spec.shape) and "text" not in (
-        spec.kind,
-        column.spec.kind,
-    ):
+    if (column.spec.kind, column.spec.shape) == (spec.kind, spec.shape) and spec.kind != "text":
         with np.errstate(invalid="ignore"):
             same = column.values.astype(carrier(spec.dtype))
         if same.tolist() == column.values.tolist():

@@ -114,9 +114,8 @@ def serve(
     keys, files = _keys(path, address, key, insecure), _key_files(path, key)
     tracking = Trackers(make_trackers(track))
     if tracking and path is None:
-        raise ConfigError(
-            "trackers are opened with the directory of the run, and this one has none: serve(DIR, track=...)"
-        )
+        text = "trackers are opened with the directory of the run, and this one has none"
+        raise ConfigError(f"{text}: serve(DIR, track=...)")
     receiving = [*([tracking] if tracking else []), *sinks]
     recording = [sink for sink in receiving if sink.records_steps]
     store = Store.of(store)

@@ -35,6 +35,7 @@ from ..interfaces.store import StorageHome
 from ..ledger import Audit
 from ..ledger import commands as cmd
 from ..queue import Connection, QueueClient, QueueServer, Recovered, open_queue
+from ..queue.client import CHECK_S
 from ..types import events as ev
 from ..types.defaults import FEED_GROUPS, FETCH_S, KEEP_CHECKPOINTS, LEAVE_S, NEXT_S, STEP_LEASE_S, WAIT_S
 from ..weights import Restoration, TransportPublisher, TransportSubscriber, get_restoration
@@ -204,8 +205,12 @@ class Run(WeightSync):
     ) -> Consumer | StepConsumer:
         """Iterate over the batches of a task. ``part_rows``: iterate over its steps instead, each in parts of at
         least so many rows while the rest of it is still being generated; see ``steps`` of the queue. ``options``:
-        those of ``ConsumerOptions``. A failure of a worker started here is raised while it waits."""
-        leased: dict[str, Any] = {"timeout_s": NEXT_S, "group": task, "check": self.check, **options}
+        those of ``ConsumerOptions``. A failure of a worker started here is raised while it waits; without a journal,
+        the full steps come first."""
+        if unknown := options.keys() - ConsumerOptions.__annotations__.keys():
+            raise TypeError(f"consumer() has no parameter {min(unknown)!r}")
+        leased: dict[str, Any] = {"timeout_s": NEXT_S, **options, "group": options.get("group") or task}
+        leased["check"] = self.check, math.inf if part_rows is None and self._ends_by_failure else CHECK_S
         usual: dict[str, Any] = {"lease_s": STEP_LEASE_S, "needs": TRAIN_COLUMNS, "sampler": None}
         declared = {name: leased.pop(name, default) for name, default in usual.items()}
         if (batch_size := leased.pop("batch_size", None)) is not None:

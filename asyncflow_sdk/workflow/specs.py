@@ -33,16 +33,7 @@ from .loops.user_code import CallLimit
 from .processes.ranks import RankCommunicator, own_rank
 from .rewards import Rewards, work_path
 from .serialization import Serializable
-from .work import (
-    EngineSpec,
-    Generate,
-    Logprobs,
-    is_coroutine,
-    needs_of,
-    short_name,
-    takes_all,
-    without_fast_file,
-)
+from .work import EngineSpec, Generate, Logprobs, is_coroutine, needs_of, short_name, takes_all, without_fast_file
 
 RESPONSE_COLUMNS = ("response_ids", "logprobs", VERSION_SPANS, FINISH_REASON)
 

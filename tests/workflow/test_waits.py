@@ -1,6 +1,7 @@
 """Every wait of the public API ends by its deadline and says for what it waited: edge, column, version or peer."""
 
 import asyncio
+import functools
 import inspect
 import json
 import math
@@ -241,3 +242,52 @@ def test_what_comes_after_the_last_step_is_no_stall(tmp_path: Path, skipped: Non
 def test_a_limit_that_would_end_every_run_is_refused() -> None:
     with pytest.raises(af.ConfigError, match="stall_timeout_s must be above 0"):
         echo_workflow(stall_timeout_s=0)
+
+
+def rows_until_failure(run: af.Run) -> list[int]:
+    """Take the rows of three full steps; a worker fails during the first."""
+    taken: list[int] = []
+    run.queue.declare("train", needs=["x"], batch_rows=2)
+    run.queue.put({"x": list(range(6))})
+
+    def train() -> None:
+        for step in run.consumer("train", timeout_s=math.inf):
+            taken.extend(step.array("x").tolist())
+            step.finish()
+            run.fail(RuntimeError("a worker failed"))
+
+    with pytest.raises(RuntimeError, match="a worker failed"):
+        train()
+    return taken
+
+
+def test_a_failure_ends_the_loop_of_a_driver_after_the_full_steps() -> None:
+    with af.serve() as run:
+        assert rows_until_failure(run) == list(range(6))
+        assert run.audit().consumed == 6
+
+
+def test_a_failure_ends_the_loop_of_another_process_at_once() -> None:
+    with af.serve() as run, af.connect(run.address) as other:
+        assert rows_until_failure(other) == [0, 1]
+        assert (run.audit().consumed, run.audit().live) == (2, 4)
+
+
+def test_a_wait_is_repeated_only_where_no_failure_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncflow_sdk.workflow.run.CHECK_S", 0.05)
+    with af.serve() as run, af.connect(run.address) as other:
+        run.queue.declare("train", needs=["x"], batch_rows=2)
+        checks = {each: list[None]() for each in (run, other)}
+        for each, called in checks.items():
+            monkeypatch.setattr(each, "check", functools.partial(called.append, None))
+
+            with pytest.raises(DeadlineExceeded, match=r"after 0\.\d s"):
+                next(iter(each.consumer("train", timeout_s=0.2)))
+
+        assert not checks[run]
+        assert len(checks[other]) >= 4, "one before each part of the wait"
+
+
+def test_a_consumer_takes_its_own_options_alone() -> None:
+    with af.serve() as run, pytest.raises(TypeError, match=r"consumer\(\) has no parameter 'ahead'"):
+        run.consumer("train", ahead=True)  # type: ignore[call-overload]
