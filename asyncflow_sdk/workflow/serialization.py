@@ -8,6 +8,7 @@ path.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 import typing
@@ -60,15 +61,19 @@ def keywords_of(
 ) -> Callable[[Callable[[_Self, _Options], None]], Callable[Concatenate[_Self, _Arguments], None]]:
     """Return a decorator of ``__init__(self, options)``: callers give the fields of the dataclass ``options``, which
     are its signature."""
-    hints = typing.get_type_hints(options)
-    fields = [each.replace(annotation=hints[name]) for name, each in inspect.signature(options).parameters.items()]
+    hints, fields = typing.get_type_hints(options), inspect.signature(options).parameters.values()
     this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
     def _decorate(init: Callable[[_Self, _Options], None]) -> Callable[Concatenate[_Self, _Arguments], None]:
+        @functools.wraps(init)
         def __init__(self: _Self, /, *args: _Arguments.args, **given: _Arguments.kwargs) -> None:
-            init(self, options(*args, **given))
+            try:
+                made = options(*args, **given)
+            except TypeError as error:  # of the caller, who knows no class of options
+                raise TypeError(str(error).replace(options.__name__, type(self).__name__, 1)) from None
+            init(self, made)
 
-        __init__.__signature__ = inspect.Signature([this, *fields], return_annotation=None)  # type: ignore[attr-defined]
+        __init__.__signature__ = inspect.Signature([this, *fields], return_annotation="None")  # type: ignore[attr-defined]
         __init__.__annotations__ = {**hints, "return": None}
         return __init__
 

@@ -128,6 +128,7 @@ def test_configurations_are_looked_at_when_they_are_made(make: Callable[[], Any]
         (lambda: af.GRPO(clip_hi=0.3), "GRPO has no argument 'clip_hi'; did you mean 'clip_high'?"),
         (lambda: af.Stage(len, taks="a"), "Stage has no argument 'taks'; did you mean 'task'?"),
         (lambda: af.Workflow(batch_sise=8), "Workflow has no argument 'batch_sise'; did you mean 'batch_size'?"),
+        (lambda: af.Workflow(batch_size=8), "Workflow.__init__() missing 4 required keyword-only arguments: 'prompts', 'rollout', 'train', and 'steps'"),
     ],
 )  # fmt: skip
 def test_a_name_that_there_is_not_is_told_with_the_nearest_one(make: Callable[[], Any], message: str) -> None:

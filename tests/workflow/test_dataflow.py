@@ -44,7 +44,7 @@ def chain(needs: str, gives: str, task: str = "") -> af.Stage:
         ({"stages": [chain("reward", "a"), chain("a", "b", "a")]}, "two tasks have the same name 'a': give one another"),
         ({"train": af.Train("echo", needs=["ref_logprobs"])}, "task 'train' needs 'ref_logprobs'.*, which nobody gives"),
         ({"capacity_rows": 8}, r"capacity_rows=8 is too small: steps of 16 rows .*; leave it out \(64 rows then\)"),
-        ({"epochs": 0}, "epochs must be 1 or more"),
+        ({"epochs": 0}, "epochs must be 1 or more, or None for as many as the steps take, not 0"),
         (
             {"epochs": 1, "batch_size": 32},
             "a step has 32 rows, and 4 prompts in groups of 4 give 16 in epochs=1: .*batch_size=16 or less",

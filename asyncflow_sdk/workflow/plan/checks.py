@@ -161,8 +161,11 @@ def _check_numbers(plan: Plan, problems: Problems) -> None:
     for name in ("steps", "batch_size", "epochs", "capacity_rows"):
         if (getattr(options, name) or 0) > MOST:
             problems.add(f"{name} is {getattr(options, name)}, and at most {MOST}", name)
-    for name, least in {"seed": 0, "steps": 1, "epochs": 1}.items():
+    for name, least in {"seed": 0, "steps": 1}.items():
         problems.check((name,), check_least, least, **{name: getattr(options, name)})
+    if options.epochs is not None and options.epochs < 1:
+        text = f"epochs must be 1 or more, or None for as many as the steps take, not {options.epochs}"
+        problems.add(text, "epochs")
     problems.check(("stall_timeout_s",), check_above, 0, stall_timeout_s=options.stall_timeout_s)
     if not 0 <= options.max_failed <= 1:
         problems.add(f"max_failed is a share from 0 to 1, not {options.max_failed}", "max_failed")

@@ -292,7 +292,7 @@ class _File:
 
 def _key_of(text: str, arguments: Mapping[str, Any]) -> Key:
     """Return the argument named by a constructor's error; without a name it is about the data."""
-    named = [name for name in arguments if text.startswith(f"Workflow: {name} ")]
+    named = [name for name in arguments if text.startswith((f"Workflow: {name} ", f"{name} must be "))]
     return (named[0],) if named else ("prompts",) if arguments["rollout"] else ("rollout",)
 
 
