@@ -79,11 +79,8 @@ def examine(
         if not path.is_dir() and path.suffix != ".key":
             raise ConfigError(f"{path} is neither a workflow (FILE.toml), a run directory nor a key (FILE.key)")
     interpreters: dict[str, Interpreter] = {}
-    for each in [
-        Interpreter(None),
-        *(each for path in files for each in interpreters_of(path)),
-        *map(Interpreter, pythons),
-    ]:
+    of_files = [each for path in files for each in interpreters_of(path)]
+    for each in [Interpreter(None), *of_files, *map(Interpreter, pythons)]:
         known = interpreters.setdefault(each.name, each)
         known.wants.extend(each.wants if known is not each else ())
     names, gpu_finding = gpus()

@@ -4,7 +4,7 @@
         run(..., sinks=[view])          # view(event), from any thread
 
 A terminal is redrawn once a second. A pipe or a CI log gets one line every ten steps, at most one
-in ten seconds. Warnings, errors and changes of workers are printed in both.
+in ten seconds. Of a run without a last step, each step is a line in both. Warnings, errors and changes of workers are printed in both.
 """
 
 from __future__ import annotations
@@ -152,6 +152,8 @@ class LiveView:
             if self._live is None or event.state in _STYLE:  # the screen shows the others
                 detail = event.detail.strip() if event.state == "failed" else event.detail.strip().split("\n")[-1]
                 self._add_text(f"worker {event.worker}: {event.state}{f': {detail}' if detail else ''}", event.state)
+        elif isinstance(event, StepTrained) and not self._fold.figures().total_steps:
+            self._add_text(f"step {event.step}: {', '.join(f'{k} {v:.4g}' for k, v in event.metrics.items())}")
         elif isinstance(event, StepTrained):
             self._add_progress()
 

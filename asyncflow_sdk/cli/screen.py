@@ -100,6 +100,7 @@ def task_table(
     states = [*(state for state in _STATES if state in found or not found), *sorted(found.difference(_STATES))]
     shown, rest = cut(list(rows), most - 1, "task")
     first, numbers = first_width(shown, 9, max(width // 4, 10)), 8 if width >= NARROW else 5
+    exact = 10 ** (9 if width >= WIDE else 6 if width >= NARROW else 0)
     heads = [*states, *(("in/s", "out/s") if rates else ())]
     made = table("ROWS", *heads, first=first, numbers=numbers)
     room = width - first - (numbers + 1) * len(heads) - 2
@@ -107,7 +108,7 @@ def task_table(
         made.add_column(no_wrap=True)
     for task in shown:
         counts = [rows[task].get(state, 0) for state in states]
-        cells = [Text(f"{n:,}" if width >= NARROW and n < 10**6 else rate(n), "" if n else "dim") for n in counts]
+        cells = [Text(f"{n:,}" if n < exact else rate(n), "" if n else "dim") for n in counts]
         if rates:
             flow = (rates.arrived.get(task, math.nan), rates.completed.get(task, math.nan))
             cells += [Text(rate(value), "" if value > 0 else "dim") for value in flow]

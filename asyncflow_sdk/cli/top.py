@@ -130,8 +130,8 @@ class QueueMonitor:
             while True:
                 due = time.monotonic() + self._every_s
                 while (left := due - time.monotonic()) > 0:
-                    screen.update(Group(*drawn(queue, console, foot)), refresh=True)
-                    if wait(left) in ("q", "Q", "\x1b"):
+                    screen.update(Group(*drawn(queue, console, foot)), refresh=True)  # its size may change
+                    if wait(min(left, 1.0)) in ("q", "Q", "\x1b"):
                         return False
                 try:
                     queue = self.sample()

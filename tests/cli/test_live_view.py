@@ -74,6 +74,12 @@ def test_a_pipe_hears_of_long_steps_one_by_one() -> None:
     assert [line.split("step ")[1].split("/")[0] for line in lines] == ["1", "2", "3", "4", "5"]
 
 
+def test_without_a_last_step_each_step_is_a_line_with_all_metrics() -> None:
+    steps = [StepTrained(time_s=k, step=k, version=k, metrics={"reward": 0.5, "loss": 0.25}) for k in range(3)]
+    lines = piped(list(steps), total_steps=0)
+    assert [line.split("] ")[1] for line in lines[:3]] == [f"step {k}: reward 0.5, loss 0.25" for k in range(3)]
+
+
 def test_a_pipe_hears_of_workers_and_warnings_at_once_and_in_order() -> None:
     lines = [line.split("] ", 1)[1] for line in piped(synthetic_run()) if "] step " not in line]
     assert lines == [

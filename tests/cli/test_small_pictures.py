@@ -10,6 +10,7 @@ from test_top_picture import VERSIONS, picture, replica, report
 from asyncflow_sdk.cli.check import print_report
 from asyncflow_sdk.cli.doctor import Examination
 from asyncflow_sdk.cli.formats import sparkline
+from asyncflow_sdk.cli.report.summary import facts
 from asyncflow_sdk.cli.top import weights_table
 from asyncflow_sdk.testing import Report
 
@@ -54,3 +55,10 @@ def test_a_report_without_failures_is_green() -> None:
     console = terminal()
     print_report(Report("rollout", "mine", ()), (), console)
     assert "\x1b[32mrollout mine: " in written(console)
+
+
+def test_lengths_and_staleness_of_a_summary_are_named_and_written_out() -> None:
+    lengths = {"generated": {"rows": 9, "mean": 12345.6}, "ratio": {"mean": 0.5}}
+    found = dict(facts({"lengths": lengths, "staleness": {"in_flight": {"mean": 0.5, "max": 2}}}))
+    assert found["response lengths"] == "generated: rows 9, mean 12,346\ntrained / generated: mean 0.5"
+    assert found["staleness"] == "in flight: mean 0.5, max 2"

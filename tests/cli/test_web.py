@@ -24,9 +24,10 @@ from synthetic_run import START_S, synthetic_run, write_run
 from waiting import until
 
 from asyncflow_sdk.cli.report.page_server import MOST_CONNECTIONS, LivePage, PageServer
+from asyncflow_sdk.cli.report.run_record import read_record
 from asyncflow_sdk.types import Batch, pack
 from asyncflow_sdk.types import events as ev
-from asyncflow_sdk.workflow.loops.record_files import step_path, write_batch
+from asyncflow_sdk.workflow.loops.record_files import EVENTS, step_path, write_batch
 
 HOSTILE = "</dd><script>document.title='stolen'</script><img src=x onerror=\"document.title='stolen'\">"
 
@@ -184,6 +185,35 @@ def test_markup_of_a_run_stays_text_in_a_browser(page: PageServer, tmp_path: Pat
     assert dom.count("&lt;script&gt;") >= 5, "in samples, names, notes and the error"
     assert len(re.findall(r"<script", dom)) == 1, "the page's own"
     assert "<img" not in dom
+
+
+def test_the_last_page_is_sent_while_another_is_drawn(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page, draws, drawn = LivePage(str(ended)), threading.Event(), threading.Event()
+    first = page.html()
+
+    def _draw(*_: object, **__: object) -> str:
+        draws.set()
+        assert drawn.wait(250)
+        return "another"
+
+    monkeypatch.setattr(page, "_draw", _draw)
+    monkeypatch.setattr(page, "_due_s", 0.0)
+    monkeypatch.setattr(page, "_drawn", None)
+    thread = threading.Thread(target=page.html)
+    thread.start()
+    assert draws.wait(250)
+    assert page.html() == first
+    drawn.set()
+    thread.join()
+    assert page.html() == b"another"
+
+
+def test_the_line_that_a_running_run_writes_is_not_torn(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", synthetic_run(steps=2), None)
+    with (directory / EVENTS).open("a") as file:
+        file.write('{"event":"sp')
+    assert read_record(directory, 2).remarks == []
+    assert read_record(directory).skipped == 1
 
 
 @pytest.mark.starts("asyncflow web")

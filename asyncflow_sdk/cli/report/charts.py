@@ -334,11 +334,8 @@ def _work(figure: Figure, record: RunRecord, lanes: _Lanes, window: tuple[float,
             bars = [(each.start - origin, each.end - each.start) for each in mine if each.kind == kind]
             axes.broken_barh(bars, (lane - 0.36, 0.72), color=lanes.colours[kind], lw=0)
         for each in mine:
-            if (
-                each.kind in ("generate", "train")
-                and each.version >= 0
-                and each.end - each.start > 0.035 * (end - start)
-            ):
+            wide = each.end - each.start > 0.035 * (end - start)
+            if wide and each.kind in ("generate", "train") and each.version >= 0:
                 where = ((each.start + each.end) / 2 - origin, lane)
                 axes.text(*where, f"v{each.version}", color="white", ha="center", va="center", size=7)
     steps = [step.time_s - origin for step in record.steps if start <= step.time_s <= end]

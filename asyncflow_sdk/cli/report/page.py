@@ -132,10 +132,8 @@ def _tiles(record: RunRecord, queue: QueueFigures | None) -> list[tuple[str, str
     summary, run, steps = record.summary, record.figures, len(record.steps)
     whole_s = float(summary.get("wall_s", run.now_s - run.start_s))
     rewards = [reward for reward in record.metric("reward") if math.isfinite(reward)]
-    first, last = (
-        summary.get("reward_first", rewards[0] if rewards else math.nan),
-        summary.get("reward_last", run.reward_mean),
-    )
+    first = summary.get("reward_first", rewards[0] if rewards else math.nan)
+    last = summary.get("reward_last", run.reward_mean)
     stale = [most for most in record.metric("staleness_max") if math.isfinite(most)]
     most = float(summary.get("staleness_max", max(stale, default=math.nan)))
     parts, of = f"at most; mean of the last step {number(run.metric('staleness_mean'))}", summary.get("staleness")
@@ -147,17 +145,11 @@ def _tiles(record: RunRecord, queue: QueueFigures | None) -> list[tuple[str, str
     if queue is not None:
         rows = (f"{queue.report.live:,}", f"live; {queue.report.put:,} put")
         generated = (f"{run.tokens_per_s:,.0f}", "tokens/s, of the last 30 s")
+    change = f"from {number(float(first), 3)}; last step {number(run.metric('reward'), 3)}"
+    wanted = f"of {record.total_steps:,}" if record.total_steps else "trained"
     found = [
-        (
-            "Reward",
-            number(float(last), 3),
-            f"from {number(float(first), 3)}; last step {number(run.metric('reward'), 3)}",
-        ),
-        (
-            "Steps",
-            f"{summary.get('steps', steps):,}",
-            f"of {record.total_steps:,}" if record.total_steps else "trained",
-        ),
+        ("Reward", number(float(last), 3), change),
+        ("Steps", f"{summary.get('steps', steps):,}", wanted),
         ("Wall time", duration(whole_s), f"{number(whole_s / steps)} s a step" if steps else ""),
         ("Staleness", number(most, 0), parts),
         ("Rows", *rows),

@@ -89,8 +89,11 @@ class LivePage:
             self._disconnect()
 
     def html(self) -> bytes:
-        """Return the page. Blocks for at most one call to the queue and one drawing; a slow page is drawn less often."""
-        with self._lock:
+        """Return the page. Blocks for at most one call to the queue and one drawing, and not while another thread draws;
+        a slow page is drawn less often."""
+        if not self._lock.acquire(blocking=not self._html):
+            return self._html
+        try:
             began_s = time.monotonic()
             if began_s >= self._due_s:
                 queue, files = self._read_queue(), self._files()
@@ -100,6 +103,8 @@ class LivePage:
                 now_s = time.monotonic()
                 self._due_s = now_s + max(FRESH_S, (now_s - began_s) / SHARE)
             return self._html
+        finally:
+            self._lock.release()
 
     def _files(self) -> tuple[int, ...]:
         """Return a state that changes with the files of the run; () without recorded events."""

@@ -152,6 +152,8 @@ def read_record(run_dir: Path, running_steps: int | None = None) -> RunRecord:
     if not path.is_file():
         raise ConfigError(f"{run_dir} has no {EVENTS}: give the directory of a run, such as runs/demo")
     found = list(read_events(path))
+    if running_steps is not None and found and found[-1] is None:
+        found.pop()  # it is being written
     events = [event for event in found if event is not None]
     skipped, remarks, summary = len(found) - len(events), list[str](), dict[str, Any]()
     if skipped:

@@ -22,6 +22,7 @@ _NAMES = {
     "staleness": "staleness", "publish_lag": "publish lag", "lengths": "response lengths",
 }  # fmt: skip
 """Facts in their order; the others follow."""
+_PARTS = {"in_flight": "in flight", "in_queue": "in the queue", "ratio": "trained / generated"}
 _HIDDEN = ("rows", "balanced", "reward_steps")
 
 
@@ -96,10 +97,12 @@ def _text(key: str, value: object) -> str:
             return f"{value:,}"
         case float() if key == "wall_s":
             return duration(value)
+        case float() if 1e4 <= abs(value) < 1e12:
+            return f"{value:,.0f}"
         case float():
             return f"{value:.4g}" if math.isfinite(value) else "–"
         case Mapping():
-            known = {name: _inline(item) for name, item in value.items() if (key, name) != ("lengths", "ended")}
+            known = {_PARTS.get(n, n): _inline(item) for n, item in value.items() if (key, n) != ("lengths", "ended")}
             return "\n".join(f"{name}: {item}" for name, item in known.items() if item)
         case list() | tuple():
             return "\n".join(_text("", item) for item in value)
