@@ -281,7 +281,7 @@ def test_a_wait_is_repeated_only_where_no_failure_ends_it(monkeypatch: pytest.Mo
         for each, called in checks.items():
             monkeypatch.setattr(each, "check", functools.partial(called.append, None))
 
-            with pytest.raises(DeadlineExceeded, match=r"after 0\.\d s"):
+            with pytest.raises(DeadlineExceeded, match=r"after \d+\.\d s"):
                 next(iter(each.consumer("train", timeout_s=0.2)))
 
         assert not checks[run]
