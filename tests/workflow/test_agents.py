@@ -129,6 +129,11 @@ async def gives_no_number(turns: Any, prompt_ids: Any) -> Any:
     return math.nan if prompt_ids[0] == 5 else 1.0
 
 
+async def gives_nothing(turns: Any, prompt_ids: Any) -> Any:
+    await turns.generate()
+    return None if prompt_ids[0] == 5 else 1.0
+
+
 async def gives_text(turns: Any, prompt_ids: Any) -> Any:
     await turns.generate()
     return "a" if prompt_ids[0] == 5 else 1.0
@@ -246,6 +251,7 @@ def test_a_conversation_ends_where_the_context_does(run: af.Run) -> None:
         ("cancels", 600, ["agent cancels() raised RuntimeError: CancelledError"]),
         ("silent", 600, ["agent silent(): its model never said anything"]),
         ("gives_no_number", 600, ["the reward nan; that is one finite number"]),
+        ("gives_nothing", 600, ["the reward None; that is one finite number"]),
         ("gives_text", 600, ["the reward 'a'"]),
         ("gives_other_columns", 600, ["returned columns ['rewards'], and gives ['reward']"]),
     ],

@@ -237,12 +237,12 @@ class Agent:
             if set(columns) != set(self.gives):
                 raise AgentFailed(f"it returned columns {sorted(columns)}, and gives {sorted(self.gives)}")
             for name, value in columns.items():
-                pack(name, [value])
                 if name == "reward":
                     number = not np.ndim(value) and isinstance(value, (int, float, np.number, np.bool_))
                     if not (number and math.isfinite(value)):
                         raise AgentFailed(f"it returned the reward {value!r}; that is one finite number")
                     columns[name] = np.float32(value)
+                pack(name, [value])
             return turns.row(columns)
         except AgentFailed as failed:
             raise AgentFailed(f"agent {self.name}(): {failed}") from None
@@ -448,9 +448,8 @@ def _why_not(function: Callable[..., Any]) -> str:
     if "<" in name:
         return "it is defined within another function; put it at the top of a module"
     if module == "__main__":
-        return (
-            "it is in the script that was started, which no other process can import; put it into a module of its own"
-        )
+        text = "it is in the script that was started, which no other process can import"
+        return f"{text}; put it into a module of its own"
     if inspect.ismethod(function) or not name:
         return "it is bound to an object; name a function of a module"
     return f"module {module!r} does not have it under the name {name!r}, or cannot be found there"
