@@ -409,17 +409,9 @@ class Stage(Serializable):
         """Work in this thread until the stream ends; the task is declared. ``ranks``: work as one of them. ``limit``:
         an argument of ``run``. Raises EngineError for a failed engine."""
         run_stage(
-            queue,
-            self.work,
-            task=self.task,
-            needs=self.needs,
-            gives=self.gives,
-            batch=self.batch,
-            concurrency=self.concurrency,
-            groups=self.whole_groups,
-            ranks=ranks,
-            limit=limit,
-        )
+            queue, self.work, task=self.task, needs=self.needs, gives=self.gives, batch=self.batch,
+            concurrency=self.concurrency, groups=self.whole_groups, ranks=ranks, limit=limit,
+        )  # fmt: skip
 
     def declare(self) -> TaskSpec:
         """Return its task. Ranks get about as many response tokens as the others."""

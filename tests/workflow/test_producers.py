@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -387,3 +388,13 @@ def test_packed_responses_of_rows_that_ended_meanwhile_harm_no_others() -> None:
             batch.ack()
         audit = run.audit()
         assert (audit.live, audit.cancelled, audit.consumed) == (0, 3, 3)
+
+
+def test_a_producer_names_its_keywords_and_refuses_others() -> None:
+    keywords = list(inspect.signature(af.EngineProducer).parameters)[2:]
+    assert {"task", "prompt", "text", "sampling", "agent", "swap", "prompt_limit"} <= {*keywords}
+    with af.serve() as run:
+        af.EngineProducer(run.queue, EchoRollout(), sampling=None, samplings=None)  # the defaults
+        for unknown in ("need_first", "only"):
+            with pytest.raises(TypeError, match=f"EngineProducer.*{unknown}"):
+                af.EngineProducer(run.queue, EchoRollout(), **{unknown: True})

@@ -120,10 +120,8 @@ def make_engine(kind: Literal["rollout", "train"], name: str, **options: Any) ->
 def check_mask(engine: str, able: bool, needs: Collection[str]) -> None:
     """Raise ConfigError for a train engine without sampling masks (``able``), if it needs them."""
     if not SAMPLING_MASK.keys().isdisjoint(needs) and not able:
-        raise ConfigError(
-            f"{engine} computes log-probs over the whole vocabulary, and the draws are over their kept tokens"
-            " (TrainEngine.sampling_mask): leave sampling_mask=True out"
-        )
+        text = f"{engine} computes log-probs over the whole vocabulary, and the draws are over their kept tokens"
+        raise ConfigError(f"{text} (TrainEngine.sampling_mask): leave sampling_mask=True out")
 
 
 def whole_step_text(engine: str, reason: str) -> str:

@@ -30,23 +30,11 @@ BATCH_S = 0.1  # a response waits this long for others at most, unless its lease
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutOptions:
-    """Options of a rollout worker.
+    """Options of a rollout worker: those of ``EngineProducer``, with a made ``text`` and ``agent``, and two of a stage.
 
-    ``task``: the task of the leased rows. ``prompt``: the column of prompts; "prompt_ids" holds token ids, any other
-    token ids, texts or chats; these need ``text``: their tokenizer. ``chat``: arguments of its chat template; a text is then a chat of one message. ``prompt_limit``: the number of tokens kept
-    of a longer prompt, its last ones. ``prefix``: the prefix of the names of the columns it gives.
-
-    ``sampling``: the sampling of responses; ``samplings``: the sampling for rows of other partitions, by name, with
-    the ``sampling_mask`` of ``sampling``. ``agent``: an agent to answer each row by a conversation.
-    ``trained``: False for other rows than training's: it may wait for them without a limit.
-
-    ``needs_first``: True to generate nothing before a published version is loaded; else the engine's own weights are
-    version 0. ``swap``: the policy of loading new versions: "drain", "boundary", "partial", "in_flight"; "auto": the
-    engine's best; None: the engine keeps its weights, and the session is no replica. ``verify``: checks of a load
-    beyond the names of its tensors: "probe", "held".
-
-    ``only``: the name of the one column to give: text if there is a tokenizer, else token ids; each row then has a
-    prompt of its own. Raises ConfigError for stop texts without a tokenizer.
+    ``swap``: None: the engine keeps its weights, and the session is no replica. ``only``: the name of the one column
+    to give: text if there is a tokenizer, else token ids; each row then has a prompt of its own. Raises ConfigError
+    for stop texts without a tokenizer.
     """
 
     task: str = "rollout"
@@ -118,10 +106,8 @@ class PromptReader:
             ids = token_ids(batch, self._column)
             return [ids[row].copy() for row in rows]
         if self._encoder is None:
-            raise ConfigError(
-                f"column {self._column!r} is text, and there is no tokenizer to encode it; name its folder:"
-                " Generate(..., tokenizer=FOLDER)"
-            )
+            text = f"column {self._column!r} is text, and there is no tokenizer to encode it; name its folder:"
+            raise ConfigError(f"{text} Generate(..., tokenizer=FOLDER)")
         encoded = self._encoder.encode_rows(batch.take(rows), self._column)
         return [e if isinstance(e, SchemaError) or not self._limit else e[-self._limit :] for e in encoded]
 

@@ -100,10 +100,8 @@ def with_stop_ids(sampling: Sampling, tokenizer: Tokenizer | None) -> Sampling:
     if not sampling.stop:
         return sampling
     if tokenizer is None:
-        raise ConfigError(
-            f"stop={sampling.stop!r} is text, and there is no tokenizer to encode it: name a tokenizer, or give"
-            " stop_ids"
-        )
+        text = f"stop={sampling.stop!r} is text, and there is no tokenizer to encode it"
+        raise ConfigError(f"{text}: name a tokenizer, or give stop_ids")
     encoded = [ids.tolist() for ids in tokenizer.encode(sampling.stop, special=False)]
     single = [ids[0] for ids in encoded if len(ids) == 1]
     return replace(sampling, stop_ids=tuple(dict.fromkeys((*sampling.stop_ids, *single))))

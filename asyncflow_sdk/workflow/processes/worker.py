@@ -166,15 +166,13 @@ async def _generate(rollout: Rollout, settings: WorkerSettings, queue: QueueClie
         text = f"engine {rollout.engine!r} gives columns {gives}, and its adapter declares {declared}"
         raise ConfigError(f"{text}: say AdapterSpec(..., can={{'gives': {gives}}})")
     ends = [*end_tokens(rollout.model or "-"), *rollout.sampling.stop_ids] if rollout.keep_special else None
-    named = ("task", "prefix", "sampling", "prompt", "chat", "agent")
-    options = {name: getattr(rollout, name) for name in named} | {
-        "text": Tokenizer(rollout.tokenizer, ends) if rollout.tokenizer else None,
-        "swap": settings.swap or rollout.swap or weights.swap,
-        "verify": tuple(weights.verify if rollout.verify is None else rollout.verify),
-        "trained": rollout.admits,
-    }
-    options |= {name: getattr(settings, name) for name in ("needs_first", "samplings", "prompt_limit")}
-    producer = EngineProducer(queue, engine, **options)
+    producer = EngineProducer(
+        queue, engine, task=rollout.task, prefix=rollout.prefix, sampling=rollout.sampling, prompt=rollout.prompt,
+        text=Tokenizer(rollout.tokenizer, ends) if rollout.tokenizer else None, chat=rollout.chat,
+        agent=rollout.agent, needs_first=settings.needs_first, swap=settings.swap or rollout.swap or weights.swap,
+        verify=tuple(weights.verify if rollout.verify is None else rollout.verify), samplings=settings.samplings,
+        trained=rollout.admits, prompt_limit=settings.prompt_limit,
+    )  # fmt: skip
     if weights.transport != AUTO:
         host = host_of(connection, f"{connection.session}-trial")
         takes = engine.capabilities.transports
