@@ -40,7 +40,7 @@ CHOICES = 8  # sufficient ranges compared by their missing pages
 
 @dataclass
 class Allocation:
-    """A block, writable through ``memory`` (uint8, (nbytes,)) until announced. The arena writes its first 16."""
+    """A block, writable through ``memory`` (uint8) until announced. The arena writes its first 16 bytes."""
 
     segment: str
     start: int

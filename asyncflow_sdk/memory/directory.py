@@ -37,8 +37,7 @@ LEFTOVER_S = 60.0
 UNSEEN_S = 7 * 24 * 3600.0
 LOCK_S = 10.0
 """Longest wait for a process that looks into an earlier directory, or removes it."""
-SIGN_S = 5.0
-"""Interval of an owner's signs of life."""
+SIGN_S = 5.0  # interval of an owner's signs of life
 
 
 class SharedDirectory:
@@ -103,8 +102,10 @@ class SharedDirectory:
 def _make(base: Path) -> tuple[Path, int]:
     """Return a new directory and the descriptor with its lock."""
     while True:
+        path = base / f"{PREFIX}{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
+        path.mkdir(mode=0o700)
         with contextlib.suppress(FileNotFoundError, BlockingIOError):  # another server removes it
-            return _reuse(base / f"{PREFIX}{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}", wait_s=0.0)
+            return path, _lock(path, fcntl.LOCK_EX, 0.0)
 
 
 def meeting_directory(name: str) -> tuple[Path, int]:

@@ -5,8 +5,7 @@ serial, unique among all arenas. A header with another serial means that the blo
 
 A reader locks the first byte of each block that it has views of. ``COPYING`` is a byte beyond the end of every file.
 A reader locks it to copy from a segment without a view, and the writer to return pages of free ranges to the system:
-reading such a page would allocate it again, and kill the reader if no memory is left. The locks are of an open file
-description: the kernel releases them when it is closed."""
+reading such a page would allocate it again, and kill the reader if no memory is left. Closing the file ends its locks."""
 
 from __future__ import annotations
 

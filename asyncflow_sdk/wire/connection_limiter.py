@@ -32,7 +32,7 @@ from .sockets import GIVE_UP_MS, set_options
 IPC_BACKLOG = 64  # peers that may wait at an ipc address: one ``admit`` admits at most one more
 MAX_UNAUTHENTICATED = 128  # a server with this many unauthenticated tcp peers pauses the tcp listeners
 RESUME_S = 0.1  # interval between attempts to resume paused listeners, or to admit peers after a failure
-_SOON_S = 0.001  # interval between looks at the tcp peers that libzmq has yet to accept
+_SOON_S = 0.001  # interval between looks at tcp peers that libzmq has yet to accept, and their turn
 _ACCEPT_S = 1.0  # libzmq accepts local peers within this time, or is given up: the peers try again
 _EXPIRED_S = GIVE_UP_MS / 1000 + 5.0  # a peer has authenticated or disconnected this long after it connected
 _MAX_PATH_BYTES = 107
@@ -55,7 +55,7 @@ class IpcListener:
 
     def __init__(self, router: zmq.Socket[Any], path: str, ready: select.epoll) -> None:
         if path[0] in "@*" or max(len(os.fsencode(each)) for each in (path, _beside(path))) > _MAX_PATH_BYTES:
-            raise ConfigError(f"cannot listen on ipc://{path}: a path of at most {_MAX_PATH_BYTES} bytes is expected")
+            raise ConfigError(f"cannot listen on ipc://{path}: take a path of at most {_MAX_PATH_BYTES - 8} bytes")
         self._router, self._path, self._ready = router, path, ready
         self._admitted: dict[str, Counter[int]] = {}  # endpoint of a socket passed to libzmq → its events
         try:
@@ -260,14 +260,15 @@ class ConnectionLimiter:
                 self._reserve.append(os.open("/", os.O_PATH | os.O_CLOEXEC))
 
     def _update_ipc(self, now: float) -> float | None:
-        """Admit the peers waiting at a socket file, or disconnect them if too few descriptors are free. No tcp
-        listener of the process takes one between the count and the last accept, reported by an event. Return the
-        limit of the wait for the next call."""
+        """Admit the waiting local peers, or disconnect them if too few descriptors are free. No tcp listener of the
+        process takes one between the count and the last accept. Return the limit of the wait for the next call."""
         if self._accepting is not None:
             if has_waiting(self._accepting) and now < self._accept_until_s:
                 return self._accept_until_s - now
             self._accepting.close()
             self._accepting = None
+            self._hold(self._paused)
+            return _SOON_S  # remote peers have their turn before the next local ones
         waiting = next((listener for listener in self._ipc if has_waiting(listener.socket)), None)
         self._hold(self._paused or waiting is not None)
         if waiting is None:
@@ -276,14 +277,14 @@ class ConnectionLimiter:
             with _lock:
                 if _unpromised() >= self._for_ipc and any(map(has_waiting, _tcp)):
                     return _SOON_S  # libzmq is accepting these, and takes no more
-                if (free := _unpromised()) >= self._for_ipc:
+                if _unpromised() >= self._for_ipc:
                     self._accepting, self._refusing = waiting.admit(), False
                     self._accept_until_s = now + _ACCEPT_S
                     return _ACCEPT_S
             waiting.refuse()
             if not self._refusing:
                 self._refusing = True
-                self.note(f"clients of this host are refused for now: {_short_of(free)}", "warning")
+                self.note(f"clients of this host are refused for now: {_short_of(free_descriptors())}", "warning")
         except (OSError, zmq.ZMQError):
             pass  # the peers still wait
         self._hold(self._paused)

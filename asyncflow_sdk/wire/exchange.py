@@ -33,9 +33,8 @@ Message: TypeAlias = "tuple[bytes, bytes | memoryview | None]"
 class SequenceNumbers:
     """The request numbers of one session, and the confirmations and cancellations to be sent. Thread-safe.
 
-    A number is open until its answer arrives. A cancelled number stays open until an answer proves the cancellation
-    known to the server: if ``done`` passed it before, the server would forget the answer without undoing its
-    effect."""
+    A number is open until its answer arrives. A cancelled one stays open until an answer proves that the server knows
+    of it: if ``done`` passed it before, the server would forget the answer without undoing its effect."""
 
     def __init__(self, session: str) -> None:
         self._session = session

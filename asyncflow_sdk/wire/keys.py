@@ -104,7 +104,7 @@ class KeyPair(NamedTuple):
 
 
 def ensure_keys(server: Path, run: Path) -> KeyPair:
-    """Load the keys of a server and its clients. Replace missing files and another server's. Raises ConfigError."""
+    """Load both files' keys; make missing files, and replace ``run`` of another server. Raises ConfigError."""
     new = msgspec.structs.replace(generate_keys().server, clients=())
     keys = ServerKeys.load(server) if os.path.lexists(server) else new
     if os.path.lexists(run):

@@ -205,6 +205,11 @@ def test_what_others_put_under_such_a_name_is_not_looked_into(
     assert sweep(base) == [theirs]
 
 
+def test_a_folder_that_is_gone_holds_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path}/gone"):
+        SharedDirectory(tmp_path / "gone")
+
+
 def test_a_process_that_stands_still_while_it_removes_a_directory_holds_up_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -138,6 +138,31 @@ def test_a_crowd_at_one_server_of_a_process_leaves_turns_to_another(tmp_path: Pa
         each.close()
 
 
+def test_remote_peers_have_their_turn_between_rounds_of_local_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given a server that admits a local peer, and pauses tcp listeners meanwhile
+    changes, peers = list[bool](), list[socket.socket]()
+    monkeypatch.setattr(connection_limiter, "_filter_tcp", lambda: changes.append(not changes))
+    server = router_sockets.RouterSockets([f"ipc://{tmp_path}/s"])
+    knock_local(tmp_path / "s", peers)
+    server.limiter.update()
+    assert changes == [True]
+    # when another one comes, and the first is accepted
+    second = knock_local(tmp_path / "s", peers)
+
+    def resumed() -> bool:
+        server.limiter.update()
+        return len(changes) > 1
+
+    until(resumed, "the tcp listeners to go on")
+    # then they go on before the other one is admitted
+    with pytest.raises(BlockingIOError):
+        second.recv(1)
+    for each in (*peers, server):
+        each.close()
+
+
 @pytest.mark.parametrize("taken", ["before the round", "while tcp peers are accepted"])
 def test_local_peers_are_admitted_only_with_a_descriptor_for_each(
     taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
