@@ -192,8 +192,11 @@ def test_a_chat_that_cannot_be_encoded_is_put_aside(talking: str) -> None:
         run.queue.declare("train", needs=["response_ids"], batch_rows=2)
         run.queue.put({"prompt": [[USER], [{"content": "?"}], [USER]]})
         # when
-        threading.Thread(target=producer.work, daemon=True).start()
+        worker = threading.Thread(target=producer.work)
+        worker.start()
         until(run.queue.failed, "the failed row")
+        run.queue.end(cancel=True)
+        worker.join()
         # then it alone has failed, with the reason
         (failed,) = run.queue.failed()
         assert all(

@@ -27,6 +27,10 @@ STEPS, BATCH, GROUP = 5, 8, 2
 class HeavyTailed(EchoRollout):
     """Most responses are quick, and some take very long."""
 
+    def __init__(self, seed: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._random = np.random.default_rng(seed)
+
     async def generate(self, request: af.Request) -> AsyncIterator[af.Completion]:
         await asyncio.sleep(0.002 * min(self._random.pareto(1.1), 100.0))
         async for completion in super().generate(request):
