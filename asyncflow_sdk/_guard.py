@@ -1,13 +1,12 @@
-"""Guarded: a child process that ends together with its starter, as do all processes started below
-it.
+"""Guarded: a child process that ends together with its starter, as do all processes started below it.
 
-    with Guarded("package.module:function") as child:        # function(line, stacks), in a process of its own
-        child.line.sendall(b"...")                           # a socket; its end stops the function
+    child = Guarded("package.module:function")               # function(line, stacks), in a process of its own
+    child.line.sendall(b"...")                               # a socket; its end stops the function
+    child.kill()
 
-A guard process stands between the two and only waits, so that no engine can keep it from detecting
-either end: the starter's by the socket, which the kernel closes also after kill -9, the function's
-as its parent. Processes that the function leaves behind become children of the guard, are named,
-and are killed. The guard imports little, since it forks.
+A guard process stands between the two and only waits, so that no engine can keep it from detecting either end: the
+starter's by the socket, which the kernel closes also after kill -9, the function's as its parent. Processes that the
+function leaves behind become children of the guard, are named, and killed. The guard imports little, since it forks.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,10 @@ _END_WITH_THEIR_PROCESS = (
 
 
 class Guarded:
-    """A process that runs ``function(line, stacks)``: the other end of ``line``, and a file for its
-    stacks.
+    """A process that runs ``function(line, stacks)``: the other end of ``line``, and a file for its stacks.
 
-    ``line``: a socket. Its last line, as JSON, tells how the process ended: ``ended`` (its wait
-    status; None: it was stopped because this end was closed), ``left`` (its remaining processes, as
-    "pid command", now killed), ``stacks``.
+    ``line``: a socket. Its last line, as JSON, tells how the process ended: ``ended`` (its wait status; None: it was
+    stopped because this end was closed), ``left`` (its remaining processes, as "pid command", now killed), ``stacks``.
     """
 
     def __init__(self, function: str) -> None:
@@ -64,12 +62,6 @@ class Guarded:
             self.process.wait(2 * KILL_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-
-    def __enter__(self) -> Guarded:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.kill()
 
 
 def main() -> None:
@@ -99,11 +91,23 @@ def main() -> None:
 
 
 def _watch(pid: int, line: socket.socket) -> int | None:
-    """Return the wait status of the process; None if the other end of ``line`` was closed before its end."""
-    poller, end = select.poll(), os.pidfd_open(pid)
-    poller.register(line, 0)  # POLLHUP alone: what comes on it is for the process
-    poller.register(end, select.POLLIN)
-    return os.waitpid(pid, 0)[1] if end in dict(poller.poll()) else None
+    """Return the wait status of the process; None if the other end of ``line`` was closed before its end. From now on
+    ended orphans are reaped, too: a process may wait until they are gone."""
+    status: list[int] = []
+    end, ended = os.pipe()
+
+    def reap() -> None:
+        with contextlib.suppress(ChildProcessError):
+            while found := os.wait():
+                if found[0] == pid:
+                    status.append(found[1])
+                    os.close(ended)
+
+    threading.Thread(target=reap, name="reaping", daemon=True).start()
+    poller = select.poll()
+    for each in (line, end):
+        poller.register(each, 0)  # POLLHUP alone: what comes on the line is for the process
+    return status[0] if end in dict(poller.poll()) else None
 
 
 def _left_over() -> list[str]:
@@ -120,9 +124,6 @@ def _kill_below() -> None:
         for pid in below:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
         time.sleep(0.01)
 
 
@@ -146,8 +147,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def living_below() -> dict[int, str]:
-    """Return the running processes below this one, with their commands, without those that only
-    wait for its end."""
+    """Return the running processes below this one, with their commands, without those that only wait for its end."""
     living: dict[int, str] = {}
     for pid in descendants(os.getpid()):
         with contextlib.suppress(OSError, IndexError):

@@ -53,6 +53,14 @@ class LeavesAServer(EchoRollout):
         with open("servers", "a") as file:
             file.write(subprocess.run(detached, check=True, capture_output=True, text=True).stdout)
 
+class AwaitsAnOrphan(EchoRollout):
+    async def load_weights(self, update):
+        orphan = ["sh", "-c", "sleep 0.1 > /dev/null & echo $!"]
+        pid = subprocess.run(orphan, check=True, capture_output=True, text=True).stdout.strip()
+        while os.path.exists(f"/proc/{pid}"):
+            await asyncio.sleep(0.01)
+        return await super().load_weights(update)
+
 class HangsWithAServer(LeavesAServer):
     async def load_weights(self, update):
         open("hangs", "w").close()
@@ -125,6 +133,12 @@ def test_an_engine_that_takes_its_process_with_it_fails_that_check_and_no_other(
     )
     assert how in came["update"][1]
     assert done.output.count(how) == 1  # those that failed in the same way are told together
+
+
+def test_an_engine_may_wait_until_an_orphan_is_gone() -> None:
+    asked("AwaitsAnOrphan", "greedy", "update")
+
+    assert said()["update"] == ("passed", "")
 
 
 def test_a_crash_that_is_expected_is_none() -> None:
