@@ -197,15 +197,15 @@ def _milestone(record: Record) -> str:
 
 
 def _journals(directory: Path) -> Iterator[tuple[JournalHead, bytes, JournalReader]]:
-    """Yield head and state of each snapshot of the newest run with the journal after it, in order. A live server may
-    replace and move the files meanwhile."""
-    last, missing, path = "", None, directory
-    while True:
+    """Yield head and state of each snapshot of the newest run with the journal after it, in order, up to the newest of
+    now. A live server may replace and move the files meanwhile."""
+    last, newest, missing, path = "", "", None, directory
+    while not last or last < newest:
         try:
             following = [pair for pair in _snapshots(directory) if pair[0].name > last]
             if not following:
                 break
-            path, journal = following[0]
+            newest, (path, journal) = newest or following[-1][0].name, following[0]
             head, state = read_snapshot(path)
             reader = JournalReader(journal, head.run)
         except FileNotFoundError:

@@ -81,6 +81,29 @@ def test_a_replay_goes_on_while_the_server_replaces_its_journal(
         run.queue.end(cancel=True)
 
 
+def test_a_replay_of_a_live_history_ends_at_its_newest_journal_and_leaves_nothing_out_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncflow_sdk.queue.journal_directory.LEAST_BYTES", 1 << 12)
+    monkeypatch.setattr("asyncflow_sdk.queue.journal_directory.GROWTH", 0)
+    with af.serve(tmp_path / "run", durability="process", history=True) as run:
+        run.queue.put({"x": [1.0]})
+
+        def go_on(milestone: recovery.Milestone) -> None:
+            """Let the server end its first journal, after a new session in it."""
+            if milestone.what == "begins":
+                af.connect(run.address, name="late").close()
+                while (tmp_path / "run" / "journal" / "journal-000001").exists():
+                    run.queue.put({"x": [1.0]})
+
+        # when replayed while it goes on, then up to where it was, and later from its beginning
+        assert af.replay(tmp_path / "run", go_on).audit.put == 1
+        later = af.replay(tmp_path / "run")
+        assert later.audit == run.audit()
+        assert any("late opens session" in each.what for each in later.milestones)
+        run.queue.end(cancel=True)
+
+
 def test_a_whole_run_with_killed_workers_is_replayed_from_its_beginning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
