@@ -218,14 +218,7 @@ class EchoTrain(TrainEngine):
     conformance_policy = "asyncflow_sdk.testing:EchoPolicy"
     restores = streams = reshards = True
 
-    def __init__(
-        self,
-        model: str = "",
-        *,
-        algorithm: Any = None,
-        delay_s: float = 0.0,
-        fail_at: int = -1,
-    ) -> None:
+    def __init__(self, model: str = "", *, algorithm: Any = None, delay_s: float = 0.0, fail_at: int = -1) -> None:
         self.steps = 0
         self._delay_s, self._fail_at = delay_s, fail_at
         self._version = -1  # of these weights, where a leased step or a load has said so

@@ -17,6 +17,7 @@ from faults import Fault, before, with_fault
 from waiting import until
 
 from asyncflow_sdk.errors import ConfigError, SchemaError
+from asyncflow_sdk.interfaces import StepResult
 from asyncflow_sdk.testing import Conformance
 from asyncflow_sdk.testing.echo_ranks import Gather
 from asyncflow_sdk.testing.kit import ranks
@@ -68,11 +69,16 @@ class BigramRanks(BigramTrain):
         self.gather.close()
 
 
+def tensor() -> Any:
+    return pytest.importorskip("torch").tensor(0.5)
+
+
 FAULTS: dict[str, Fault] = {
     "sums no gradients": {"summed": lambda self, right, array: array},
     "refuses alone": {"check": lambda self, right, batch: BigramTrain.check(self, batch)},
     "publishes half": {"named_weights": lambda self, right: () if self.rank else right()},
     "both publish": {"named_weights": lambda self, right: BigramTrain.named_weights(self)},
+    "reports tensors": {"train_step": lambda self, right, batch: (right(batch), StepResult({"loss": tensor()}))[1]},
     "never comes": {"descend": before(lambda self, *_: self.rank and time.sleep(600))},
 }
 
@@ -92,6 +98,7 @@ def test_two_ranks_pass_as_one_engine(check: BoundCheck) -> None:
         ("refuses alone", "bad_batches", r"rank \d does not come back from train_step\(\), and rank \d raised SchemaError"),
         ("publishes half", "names", "leave a gap"),
         ("both publish", "names", "twice"),
+        ("reports tensors", "step", "metric 'loss' is a Tensor"),
         ("never comes", "step", r"rank 0, 1 does not come back from train_step\(\)|rank 1"),
     ],
 )  # fmt: skip

@@ -31,16 +31,7 @@ from ...errors import ConfigError, PluginError
 from ...plugins import Kind, import_name, registry
 from ...types.defaults import CHECK_S
 from ...types.dtypes import check_floating
-from .check import (
-    TIERS,
-    Check,
-    CheckFailed,
-    CheckResult,
-    DoesNotApply,
-    NotAsked,
-    ProbableCause,
-    probable_causes,
-)
+from .check import TIERS, Check, CheckFailed, CheckResult, DoesNotApply, NotAsked, ProbableCause, probable_causes
 from .lab import Lab, PlainLab
 from .policy import Policy
 from .precision import dtype_of, tolerance_of

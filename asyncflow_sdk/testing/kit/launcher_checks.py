@@ -93,7 +93,8 @@ def _ended(handle: WorkerHandle, when: str) -> WorkerExit:
         except Exception as error:  # counts as an end, and says nothing of it
             return WorkerExit(1, str(error))
 
-    ending = EngineThread().call(_wait, END_S, f"wait() {when}")
+    with contextlib.closing(EngineThread()) as thread:
+        ending = thread.call(_wait, END_S, f"wait() {when}")
     expect(isinstance(ending, WorkerExit), f"wait() returned {ending!r}, no asyncflow_sdk.interfaces.WorkerExit")
     return ending
 

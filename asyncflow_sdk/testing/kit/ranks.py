@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -93,7 +94,7 @@ class _Rank:
         """Send a call. Raises CheckFailed if the process has ended."""
         self.broken = True  # until it has answered
         try:
-            self.connection.send((call, arguments))
+            _send(self.connection, call, arguments)
         except OSError as error:
             raise CheckFailed(f"rank {self.rank} has ended (status {self._process.poll()})") from error
 
@@ -127,21 +128,27 @@ def serve_rank(fd: int) -> None:
                 return
             try:
                 if call == "make":
+                    engine = None  # the one before, which was closed, goes first
                     engine = _made(*arguments)
-                    kit.send(({name: getattr(engine, name) for name in _SAID}, None))
+                    _send(kit, {name: getattr(engine, name) for name in _SAID}, None)
                 elif call == "named_weights":
-                    kit.send(([(name, _plain(given)) for name, given in engine.named_weights()], None))
+                    _send(kit, [(name, _plain(given)) for name, given in engine.named_weights()], None)
                 elif call == "load_weights":
                     update = HeldUpdate(*arguments)
                     try:
                         engine.load_weights(update)
                     finally:
                         update.scribble()
-                    kit.send((None, None))
+                    _send(kit, None, None)
                 else:
-                    kit.send((getattr(engine, call)(*arguments), None))
+                    _send(kit, getattr(engine, call)(*arguments), None)
             except Exception as error:
-                kit.send((None, (type(error).__name__, str(error))))
+                _send(kit, None, (type(error).__name__, str(error)))
+
+
+def _send(line: Connection, *said: Any) -> None:
+    """Send without `Connection.send`: it would leave tensors of torch to a server of this process, closed to others."""
+    line.send_bytes(pickle.dumps(said))
 
 
 def _made(

@@ -6,6 +6,7 @@ def test_my_transport():
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import tracemalloc
 from collections.abc import Callable, Sequence
@@ -244,10 +245,16 @@ def together(ends: TransportHarness) -> None:
         thread.start(functools.partial(receiver.fetch, sent.manifest, sent.where, timeout_s=15.0))
         for thread, receiver in zip(threads, receivers, strict=True)
     ]
-    for fetch in fetches:
-        sent.check(fetch.result(30.0), " (three replicas at once)")
+    waiting = concurrent.futures.wait(fetches, 30.0).not_done
     for thread in threads:
+        thread.stuck = bool(waiting)
         thread.close()
+    assert not waiting, "one of three replicas that fetch at once does not get its version"
+    failed = [fetch.exception() for fetch in fetches if fetch.exception()]
+    said = f"of three replicas that fetch at once, {len(failed)} failed"
+    assert not failed, f"{said}: {type(failed[0]).__name__}: {failed[0]}"
+    for fetch in fetches:
+        sent.check(fetch.result(), " (three replicas at once)")
 
 
 def interrupted(ends: TransportHarness) -> None:
