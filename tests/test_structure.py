@@ -31,13 +31,13 @@ NOTE = re.compile(r"``[\w*., `]+``: +(of|its|their|by|as|for|in|to|from|with|at|
 MAX_SIZE = {  # lines, files
     "asyncflow_sdk": (643, 5),
     "asyncflow_sdk/algorithms": (688, 6),
-    "asyncflow_sdk/cli": (5_059, 26),
+    "asyncflow_sdk/cli": (5_058, 26),
     "asyncflow_sdk/interfaces": (1_990, 13),
-    "asyncflow_sdk/ledger": (7_048, 28),
+    "asyncflow_sdk/ledger": (7_047, 28),
     "asyncflow_sdk/memory": (1_422, 6),
     "asyncflow_sdk/plugins": (576, 4),
     "asyncflow_sdk/queue": (6_431, 28),
-    "asyncflow_sdk/testing": (8_734, 46),
+    "asyncflow_sdk/testing": (8_733, 46),
     "asyncflow_sdk/types": (2_092, 15),
     "asyncflow_sdk/weights": (4_441, 19),
     "asyncflow_sdk/wire": (3_208, 14),
@@ -49,13 +49,13 @@ MAX_SIZE = {  # lines, files
     "adapters/asyncflow_torch": (7_174, 52),
     "adapters/asyncflow_vllm": (1_702, 16),
     "contrib/asyncflow_accelerate": (245, 4),
-    "contrib/asyncflow_blocks": (1_020, 9),
+    "contrib/asyncflow_blocks": (1_018, 9),
     "contrib/asyncflow_ctranslate2": (241, 4),
     "contrib/asyncflow_mlflow": (226, 4),
-    "contrib/asyncflow_mooncake": (479, 5),
+    "contrib/asyncflow_mooncake": (478, 5),
     "contrib/asyncflow_otel": (237, 4),
     "contrib/asyncflow_prometheus": (401, 4),
-    "contrib/asyncflow_ray": (712, 9),
+    "contrib/asyncflow_ray": (711, 9),
     "contrib/asyncflow_sandbox": (782, 7),
     "contrib/asyncflow_slurm": (455, 6),
     "contrib/asyncflow_tensorboard": (160, 4),
@@ -65,18 +65,18 @@ MAX_SIZE = {  # lines, files
     "tests, shared": (7_697, 63),
 }
 """By package."""
-MAX_CORE = (29_003, 138)
+MAX_CORE = (27_895, 133)
 """Of the packages of CORE together."""
 MAX_COUNT = {
     "public names": 97,
-    "functions with more than ten parameters": 18,
-    "assignments into other objects": 140,
+    "functions with more than ten parameters": 12,
+    "assignments into other objects": 125,
     "assignments into other objects, of the core": 2,
-    "comments that stop the formatter": 293,
-    "notes of parameters without a noun": 296,
-    "public functions without a docstring": 64,
-    "relative words in 100 of the code": 0.88,
-    "relative words in 100 of the tests": 4.71,
+    "comments that stop the formatter": 114,
+    "notes of parameters without a noun": 250,
+    "public functions without a docstring": 54,
+    "relative words in 100 of the code": 0.8,
+    "relative words in 100 of the tests": 4.66,
 }
 
 
