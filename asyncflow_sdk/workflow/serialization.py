@@ -59,8 +59,7 @@ class Serializable:
 def keywords_of(
     options: Callable[_Arguments, _Options],
 ) -> Callable[[Callable[[_Self, _Options], None]], Callable[Concatenate[_Self, _Arguments], None]]:
-    """Return a decorator of ``__init__(self, options)``: callers give the fields of the dataclass ``options``, which
-    are its signature."""
+    """Return a decorator of ``__init__(self, options)``: its signature are the fields of the class ``options``."""
     hints, fields = typing.get_type_hints(options), inspect.signature(options).parameters.values()
     this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -75,6 +74,7 @@ def keywords_of(
 
         __init__.__signature__ = inspect.Signature([this, *fields], return_annotation="None")  # type: ignore[attr-defined]
         __init__.__annotations__ = {**hints, "return": None}
+        del __init__.__wrapped__  # it has other arguments
         return __init__
 
     return _decorate

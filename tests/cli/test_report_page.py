@@ -364,7 +364,7 @@ def test_lengths_generated_and_trained_are_compared(tmp_path: Path) -> None:
     assert "trained / generated 0.03" in page.text
     assert "generated: mean 130" in page.text  # the picture's legend
     assert "mean 0.40 in flight, 0.10 in queue" in page.text
-    assert "in_queue: mean 0.1, max 1" in page.text
+    assert "in the queue: mean 0.1, max 1" in page.text
 
 
 def test_a_worker_counts_as_busy_once_however_many_things_it_does(tmp_path: Path) -> None:
