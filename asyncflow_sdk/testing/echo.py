@@ -176,7 +176,6 @@ class EchoRollout(RolloutEngine):
 
     @property
     def _held(self) -> float:
-        """The steps of all weights; NaN for a mixture of versions."""
         steps = float(self._weights["scale"])
         full = (array.reshape(-1) for array in self._weights.values() if array.size)
         return steps if all(array[0] == array.dtype.type(steps) for array in full) else float("nan")

@@ -107,14 +107,12 @@ class TimedRollout(RolloutEngine):
             self._timer.cancel()
 
     def _now(self) -> float:
-        """Return the model's seconds since the first request."""
         time_s = asyncio.get_running_loop().time()
         if self._began is None:
             self._began = time_s
         return (time_s - self._began) * self._scale
 
     def _look(self) -> None:
-        """Deliver ended responses, and set the timer for the next end."""
         for number, index in self._decoding.ended(self._now()):
             request = self._requests[number]
             request.ended.put_nowait(self._completion(request, index))
@@ -181,7 +179,6 @@ class TimedTrain(EchoTrain):
         self.steps = int(dict(update.arrays())["steps"][0])
 
     def _verify(self, batch: Batch) -> None:
-        """Wait for the duration of a batch's tokens, and look at no row."""
         self._take(self._token_s * sum(len(batch.ragged(name).values) for name in ("prompt_ids", "response_ids")))
 
     def _take(self, seconds: float) -> None:

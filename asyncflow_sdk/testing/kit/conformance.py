@@ -362,7 +362,6 @@ def _plain(value: Any) -> Any:
 
 
 def _packages() -> dict[str, str]:
-    """Return the versions of all distributions with loaded modules."""
     loaded = {name.partition(".")[0] for name in tuple(sys.modules)}
     found = {each for top, names in _distributions().items() if top in loaded for each in names}
     return {name: _version(name) for name in sorted(found, key=str.lower)}

@@ -143,7 +143,6 @@ def diagnose_numbers(
 
 
 def _first(theories: Iterable[Theory], have: Logprobs, tolerance: float) -> Diagnosis | None:
-    """Return the first explanation of log-probs, if any."""
     return next((found for wanted, found in theories if _is_near(wanted, have, tolerance)), None)
 
 
@@ -165,13 +164,11 @@ def _stale(held: int, wanted: int) -> str:
 
 
 def _versions(version: int) -> list[int]:
-    """Return versions possibly held instead: a few before, the next, the first."""
     others = dict.fromkeys((*range(version - 1, version - 1 - _BACK, -1), version + 1, 0))
     return [other for other in others if other >= 0 and other != version]
 
 
 def _prompts(policy: Policy, prompt: Ids) -> Iterator[tuple[Ids, str, str]]:
-    """Yield the prompt as common faults change it, the change, and the cause."""
     if len(prompt) > 1:
         yield prompt[1:], "without its first token", "prompt: the first token is lost"
         yield prompt[:-1], "without its last token", "prompt: the last token is lost"

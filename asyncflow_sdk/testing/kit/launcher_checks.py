@@ -85,7 +85,6 @@ def _stand(lab: PlainLab) -> Iterator[_Stand]:
 
 
 def _ended(handle: WorkerHandle, when: str) -> WorkerExit:
-    """Wait for a worker's end. Raises CheckFailed after END_S."""
 
     def _wait() -> WorkerExit:
         try:

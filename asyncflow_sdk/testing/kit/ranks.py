@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pickle
 import socket
 import subprocess
 import sys
@@ -21,13 +20,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import AsyncFlowError, ConfigError, error_from_name
 from ...interfaces import StepResult, TrainEngine, WeightUpdate
 from ...plugins import import_name, import_path
-from ...types import Batch, Ragged, Shard
+from ...types import Batch, Column, ColumnSpec, Ragged, Shard, carrier, dtype_name
 from ...workflow.processes.ranks import free_port
 from .check import CheckFailed
 from .train.lab import copied
@@ -36,6 +36,8 @@ from .updates import HeldUpdate
 MAKE_S, ANSWER_S = 240.0, 60.0
 AFTER_AN_ERROR_S = 15.0
 """Seconds for the other ranks to return from a call after one raised."""
+_KINDS: tuple[type[Any], ...] = (np.ndarray, Batch, Ragged)
+"""Types sent to ranks and by them, beside plain values and dataclasses, which arrive as mappings."""
 _SAID = ("computes", "restores", "streams", "whole_step")
 """Attributes of an engine that its proxy has, too."""
 
@@ -101,7 +103,7 @@ class _Rank:
     def answer(self) -> tuple[Any, tuple[str, str] | None]:
         """Receive the answer: a value, or name and text of an error. Raises CheckFailed if the process ended."""
         try:
-            value, error = self.connection.recv()
+            value, error = _receive(self.connection)
         except (EOFError, OSError):
             raise CheckFailed(f"rank {self.rank} ended in the call (status {self._process.wait(10)})") from None
         self.broken = False
@@ -123,7 +125,7 @@ def serve_rank(fd: int) -> None:
     with Connection(fd) as kit:
         while True:
             try:
-                call, arguments = kit.recv()
+                call, arguments = _receive(kit)
             except EOFError:
                 return
             try:
@@ -141,14 +143,48 @@ def serve_rank(fd: int) -> None:
                         update.scribble()
                     _send(kit, None, None)
                 else:
-                    _send(kit, getattr(engine, call)(*arguments), None)
+                    given = map(Path, arguments) if call in ("save", "load", "export") else arguments
+                    _send(kit, getattr(engine, call)(*given), None)
             except Exception as error:
                 _send(kit, None, (type(error).__name__, str(error)))
 
 
 def _send(line: Connection, *said: Any) -> None:
-    """Send without `Connection.send`: it would leave tensors of torch to a server of this process, closed to others."""
-    line.send_bytes(pickle.dumps(said))
+    line.send_bytes(msgspec.msgpack.encode(said, enc_hook=_to_ext))
+
+
+def _receive(line: Connection) -> Any:
+    return msgspec.msgpack.decode(line.recv_bytes(), ext_hook=_from_ext)
+
+
+def _to_ext(value: Any) -> Any:
+    """Return an array, or an object of arrays, as an extension of msgpack. Raises TypeError for others."""
+    if isinstance(value, np.ndarray):
+        flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        said: Any = (dtype_name(value.dtype), value.shape, flat.tobytes())
+    elif isinstance(value, Batch):
+        said = value.ids, value.groups, [(n, c.spec, c.values, c.offsets) for n, c in value.columns.items()]
+    elif isinstance(value, Ragged):
+        said = value.values, value.offsets
+    elif isinstance(value, Path | np.number):
+        return str(value) if isinstance(value, Path) else value.item()
+    else:
+        raise TypeError(f"the engine gave a {type(value).__name__}, where numbers, texts and arrays are expected")
+    code = next(number for number, kind in enumerate(_KINDS) if isinstance(value, kind))
+    return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(said, enc_hook=_to_ext))
+
+
+def _from_ext(code: int, data: memoryview) -> Any:
+    said = msgspec.msgpack.decode(data, ext_hook=_from_ext)
+    if _KINDS[code] is np.ndarray:
+        dtype, shape, values = said
+        return np.frombuffer(bytearray(values), np.uint8).view(carrier(dtype)).reshape(shape)
+    if _KINDS[code] is Batch:
+        ids, groups, columns = said
+        return Batch(
+            ids, groups, {n: Column(msgspec.convert(spec, ColumnSpec), *arrays) for n, spec, *arrays in columns}
+        )
+    return Ragged(*said)
 
 
 def _made(
@@ -163,7 +199,6 @@ def _made(
 
 
 def _plain(given: Any) -> Any:
-    """Return a tensor, or a piece of one, as an array."""
     return Shard(copied(given.tensor), given.start, given.whole) if isinstance(given, Shard) else copied(given)
 
 
@@ -222,8 +257,10 @@ class _Together(TrainEngine):
         """Yield the weights of all ranks: whole tensors first, then merged shards."""
         shards: dict[str, list[Shard]] = {}
         for name, given in (each for weights in self._all("named_weights") for each in weights):
-            if isinstance(given, Shard):
-                shards.setdefault(name, []).append(given)
+            if isinstance(given, dict):
+                shards.setdefault(name, []).append(
+                    Shard(given["tensor"], tuple(given["start"]), tuple(given["whole"]))
+                )
             else:
                 yield name, given
         for name, parts in shards.items():
@@ -251,7 +288,6 @@ class _Together(TrainEngine):
             self._all("close")
 
     def _shared(self, call: str, batch: Batch) -> tuple[list[npt.NDArray[np.int64]], list[Any]]:
-        """Return each rank's rows, and its answer."""
         rows = _dealt(batch, len(self._ranks))
         return rows, self._all(call, shares=[batch.take(part) for part in rows])
 
@@ -281,13 +317,12 @@ class _Together(TrainEngine):
         return [answers[rank.rank] for rank in self._ranks]
 
 
-def _merged(rows: list[npt.NDArray[np.int64]], said: list[StepResult], count: int) -> StepResult:
-    """Return the result of all ranks. ``rows``: the rows of each rank."""
+def _merged(rows: list[npt.NDArray[np.int64]], said: list[dict[str, Any]], count: int) -> StepResult:
     filtered = np.zeros(count, np.bool_)
     for part, each in zip(rows, said, strict=True):
-        if each.filtered is not None:
-            filtered[part] = each.filtered
-    return StepResult(said[0].metrics, filtered if filtered.any() else None)
+        if each["filtered"] is not None:
+            filtered[part] = each["filtered"]
+    return StepResult(said[0]["metrics"], filtered if filtered.any() else None)
 
 
 def _dealt(batch: Batch, shares: int) -> list[npt.NDArray[np.int64]]:
@@ -313,12 +348,11 @@ def _whole(name: str, parts: list[Shard]) -> npt.NDArray[Any]:
 
 
 def _told(algorithm: Any) -> tuple[str, dict[str, Any]]:
-    """Return an algorithm's class and options. Raises ConfigError."""
     path = import_path(type(algorithm))
     if path is None or not dataclasses.is_dataclass(algorithm):
         raise ConfigError(f"{algorithm!r} cannot be told to ranks: it is no dataclass that can be imported")
     fields = [field.name for field in dataclasses.fields(algorithm) if field.init and field.compare]
-    return path, {name: getattr(algorithm, name) for name in fields}
+    return path, msgspec.to_builtins({name: getattr(algorithm, name) for name in fields})
 
 
 def _error(name: str, text: str) -> Exception:

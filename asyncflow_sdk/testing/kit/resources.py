@@ -192,7 +192,6 @@ def _check_left(
 
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
-    """Become the parent of orphans meanwhile, for example of detached servers."""
     before = adopt_orphans(True)
     mine = set(descendants(os.getpid()))
     try:
@@ -215,7 +214,6 @@ def _open() -> set[tuple[str, str, str]]:
 
 
 def _kept(found: set[tuple[str, str, str]], wait_s: float) -> set[tuple[str, str, str]]:
-    """Return the ones still there after ``wait_s``."""
     until = time.monotonic() + wait_s
     while (kept := found & _open()) and time.monotonic() < until:
         time.sleep(0.05)
@@ -223,7 +221,6 @@ def _kept(found: set[tuple[str, str, str]], wait_s: float) -> set[tuple[str, str
 
 
 def _segments(pids: list[int]) -> dict[Segment, int]:
-    """Return the bytes of shared memory mapped or opened by the processes."""
     found: dict[Segment, int] = {}
     for pid in pids:
         with contextlib.suppress(OSError):

@@ -63,7 +63,6 @@ def _get(queue: TransferQueue, rows: int) -> LeasedBatch:
 
 
 def _expect_rows(queue: TransferQueue, wanted: Any, when: str) -> None:
-    """Read as many rows as wanted, compare their column x, and acknowledge them."""
     with _get(queue, len(wanted)) as batch:
         _compare(np.sort(batch.array("x").ravel()).tolist(), wanted, when)
         batch.ack()
@@ -235,7 +234,6 @@ def threads(lab: PlainLab) -> None:
         queues = [stored.queue(far=True), stored.queue()]
 
         def _work(number: int) -> list[float]:
-            """Put 20 rows and get as many."""
             queue = queues[number % 2]
             for part in range(10):
                 queue.put({"x": np.full((2, 5000), 10.0 * number + part)})
@@ -317,7 +315,6 @@ def ended_sessions(lab: PlainLab) -> None:
 
 
 def _is_there(store: PayloadStore, home: StorageHome, block: Block) -> bool:
-    """``block``: one of floats, in the column x."""
     if (segments := Path(home.directory)).is_dir():
         return (segments / block.segment).exists()
     index = BlockIndex()

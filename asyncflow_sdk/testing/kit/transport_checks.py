@@ -378,7 +378,6 @@ def _strange(ends: TransportHarness, where: bytes) -> list[bytes]:
 
 
 def _paths(value: Any) -> list[tuple[Any, ...]]:
-    """Return the paths of all nested values; the value itself is at ()."""
     found: list[tuple[Any, ...]] = [()]
     if isinstance(value, list):
         found += [(n, *rest) for n, inner in enumerate(value[:3]) for rest in _paths(inner)]

@@ -93,7 +93,6 @@ def telling_prompt(lab: RolloutLab) -> tuple[Ids, Logprobs]:
 
 
 def _check_drawn(lab: RolloutLab, prompt: Ids, temperature: float, drawn: Ids) -> None:
-    """Test first tokens after ``prompt``, (groups, responses of a group)."""
     wanted = lab.next_logprobs(prompt, temperature)
     share = np.exp(wanted)
     same = float((share**2).sum())
@@ -159,7 +158,6 @@ async def stops(lab: RolloutLab) -> None:
 
 
 def _unlike(lab: RolloutLab, ids: Ids) -> int:
-    """Return a token not in a response."""
     return next(token for token in range(lab.policy.vocabulary) if token not in ids)
 
 

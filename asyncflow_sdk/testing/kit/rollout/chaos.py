@@ -60,7 +60,6 @@ def killed(lab: RolloutLab) -> None:
 
 
 def _train(lab: RolloutLab, run: Run, replicas: list[Worker], batch_size: int) -> list[int]:
-    """Publish a version after each step, like a trainer. Return the received rows."""
     rows: list[int] = []
     publisher = run.weight_publisher("shm")
     for number, step in enumerate(run.consumer("train", batch_size=batch_size, needs=NEEDS, timeout_s=lab.limit_s)):

@@ -27,7 +27,6 @@ async def memory(lab: RolloutLab) -> str:
     count = int(np.clip(LOADED_BYTES // nbytes, *UPDATES))
 
     async def _some(count: int) -> None:
-        """Load versions in turn, with a response now and then."""
         for number in range(count):
             await lab.update(first + number % 2)
             if number % (1 + count // UPDATES[0]) == 0:

@@ -285,13 +285,11 @@ class RolloutLab(Lab):
 
 
 def _of_span(prompt: Ids, got: Completion, span: VersionSpan) -> tuple[Ids, Ids, Logprobs]:
-    """Return the tokens before a span, its tokens, and their log-probs."""
     ids, start, end = np.asarray(got.token_ids, np.int32), span.start, span.end
     return np.concatenate([prompt, ids[:start]]), ids[start:end], np.asarray(got.logprobs, np.float64)[start:end]
 
 
 def _each(completed: Any) -> Iterable[Any]:
-    """Return completions one by one; the form of other values is checked later."""
     if not isinstance(completed, Completions):
         return (completed,)
     index, ids, logprobs = completed.index, completed.token_ids, completed.logprobs

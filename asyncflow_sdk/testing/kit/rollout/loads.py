@@ -91,7 +91,6 @@ async def _load(lab: RolloutLab, update: Any) -> set[str] | None:
 
 
 async def _check_whole(lab: RolloutLab, after: str) -> None:
-    """Load a whole version and verify answers."""
     await lab.update()
     await lab.check_greedy(lab.policy.prompts(3, seed=33), when=f" after {after} and then a whole one")
 

@@ -106,7 +106,6 @@ def _machine(lab: RolloutLab, found: Found, clock: _Clock) -> Any:
     seldom = sampled_from([False, False, False, True])
 
     def _step(name: str, when: Callable[[RolloutWorld], Any], **drawn: Any) -> Any:
-        """Return a rule: a step of the world with drawn arguments."""
 
         def _take(self: Any, **values: Any) -> None:
             self.take(lambda world: getattr(world, name)(**values))

@@ -106,7 +106,6 @@ async def _check_restriction(lab: RolloutLab, name: str, value: float) -> None:
 
 
 def _kept(share: Logprobs, name: str, value: float) -> npt.NDArray[np.bool_]:
-    """True for the tokens left of a distribution by a restriction."""
     if name == "min_p":
         return np.asarray(share >= value * share.max())
     order = np.argsort(-share, kind="stable")

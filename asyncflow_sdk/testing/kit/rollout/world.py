@@ -191,7 +191,6 @@ class RolloutWorld:
         await asyncio.sleep(0)
 
     async def _finish(self, now: Generation) -> list[tuple[Part, Completion]]:
-        """Wait for all requests of a generation and verify their answers."""
         parts, now.parts = now.parts, []
         got: list[tuple[Part, Completion]] = []
         for part in parts:
@@ -247,7 +246,6 @@ class RolloutWorld:
         await self._go_on(await self._stop())
 
     async def _stop(self) -> list[tuple[Generation, Request, int]]:
-        """Interrupt all; return the requests for the rest."""
         for part in (part for now in self.running for part in now.parts):
             part.may_abort = True
         await self.lab.engine.interrupt()
@@ -301,7 +299,6 @@ class RolloutWorld:
     # ---- what an answer may be
 
     def _verify(self, now: Generation, part: Part, got: Completion) -> None:
-        """Verify each token by its span's version and its predecessors."""
         count, name, most = len(got.token_ids), f"#{now.number}", part.request.sampling.max_tokens
         expect(part.may_abort or got.finish_reason != "aborted", f"{name} was aborted, and nobody interrupted it")
         full = got.finish_reason != "length" or count == most

@@ -229,7 +229,6 @@ def _bad(lab: TrainLab, good: Batch) -> dict[str, Batch]:
 
 
 def _filtered(filtered: Any, rows: int) -> Any:
-    """Return the rows left out: bool (rows,)."""
     if filtered is None:
         return np.zeros(rows, np.bool_)
     right = isinstance(filtered, np.ndarray) and filtered.dtype == np.bool_ and filtered.shape == (rows,)

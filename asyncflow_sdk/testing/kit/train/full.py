@@ -182,7 +182,6 @@ class Opposite(Algorithm):
 
 
 def _check_packed(lab: TrainLab, batch: Batch, mask: npt.NDArray[np.bool_], asked: Opposite) -> None:
-    """Verify the first step: each token once, with its own values."""
     wanted, parts = np.flatnonzero(mask), list[PackedTokens]()
     while asked.given and sum(len(part.advantages) for part in parts) < len(wanted):
         parts.append(asked.given.pop(0))
@@ -315,7 +314,6 @@ def load_weights(lab: TrainLab) -> None:
 
 
 def _load(lab: TrainLab, version: Tensors, when: str) -> None:
-    """Load a version, then overwrite its memory."""
     update = HeldUpdate(7, version)
     lab.used.load_weights(update)
     update.scribble()
@@ -371,7 +369,6 @@ def small_updates(lab: TrainLab) -> None:
 
 
 def _given_rate(lab: TrainLab) -> float:
-    """Return the learning rate in the options or the factory's default."""
     parameter = inspect.signature(lab.make).parameters.get("learning_rate")
     rate = lab.options.get("learning_rate", parameter.default if parameter is not None else None)
     if isinstance(rate, (int, float)) and rate > 0:
@@ -382,7 +379,6 @@ def _given_rate(lab: TrainLab) -> float:
 
 
 def _slowly(lab: TrainLab, batch: Batch, rate: float) -> tuple[float, Tensors]:
-    """Return a learning rate with a total way of WAY, and the weights at its end."""
     for _ in range(6):
         found = lab.trained(*[batch] * STEPS, learning_rate=rate)
         went = _roundings(found, lab.policy.tensors(0))

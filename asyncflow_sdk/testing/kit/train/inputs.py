@@ -77,7 +77,6 @@ class InputRecorder(Algorithm):
 
 
 def _given(tokens: PackedTokens, asks: Sequence[str]) -> dict[str, Any]:
-    """Return the inputs as arrays, and whether each has a gradient."""
     found: dict[str, Any] = {f"column {name}": plain(column) for name, column in tokens.columns.items()}
     for name in ("entropy", "values"):
         if name in asks:
@@ -116,7 +115,6 @@ def _check_given(
 
 
 def _numbers(batch: Batch) -> np.ndarray[Any, Any]:
-    """Return each response token's number, by row and place, on any rank."""
     lengths = batch.ragged("response_ids").lengths
     rows = np.repeat((batch.ids - FIRST_ROW) // ROWS_APART, lengths)
     places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -124,7 +122,6 @@ def _numbers(batch: Batch) -> np.ndarray[Any, Any]:
 
 
 def _standardised(numbers: np.ndarray[Any, Any], drawn: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the drawn ones with mean 0 and spread 1, others 0."""
     known = numbers[drawn.astype(np.bool_)].astype(np.float64)
     return np.where(drawn, (numbers - known.mean()) / (known.std() + 0.5), 0.0).astype(np.float32)
 

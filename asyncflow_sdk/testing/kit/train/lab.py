@@ -215,7 +215,6 @@ class TrainLab(Lab):
         return Batch(batch.ids * ROWS_APART + FIRST_ROW, group.astype(np.int64) * 7 + 6_000_000_000, batch.columns)
 
     def _responses(self, rows: int, longest: int, random: np.random.Generator) -> list[Ids]:
-        """Of all lengths from 1 on, in random order."""
         lengths = random.permutation(np.linspace(1, longest, rows).astype(int))
         stream = np.concatenate(self.policy.prompts(rows, longest=2 * longest, seed=int(random.integers(1 << 30))))
         while len(stream) < lengths.sum():

@@ -81,7 +81,6 @@ def _step(lab: TrainLab) -> tuple[Batch, list[npt.NDArray[np.int64]]]:
 
 
 def _in_parts(lab: TrainLab, batch: Batch, rows: Sequence[npt.NDArray[np.int64]], number: int) -> StepResult:
-    """Train a step in parts; verify that the weights change at its end only."""
     before = lab.tensors()
     lab.used.begin_step(number)
     for part in rows:
